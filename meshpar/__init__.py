@@ -1,0 +1,1 @@
+"""meshpar trains large transformers on a named mesh of devices."""

@@ -1,0 +1,1 @@
+"""Checkpoints of the train state, through Orbax."""

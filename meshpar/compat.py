@@ -1,0 +1,26 @@
+"""The few places where the supported jax versions differ, or where jax has no public question to ask.
+
+Everything else imports jax directly; a name leaves this file when the oldest supported version no longer needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def backend_started() -> bool:
+    """Whether jax has already looked for devices, after which their number and the XLA flags are fixed.
+
+    Does not start the backend. jax has no public function for this, but a documented rule: from then on
+    `jax_num_cpu_devices` refuses a new value. So a new value is tried and put back.
+    """
+    config: Any = jax.config  # the annotations of jax 0.10 do not list the option
+    current = config.jax_num_cpu_devices
+    try:
+        config.update("jax_num_cpu_devices", current + 1)
+    except RuntimeError:
+        return True
+    config.update("jax_num_cpu_devices", current)
+    return False

@@ -1,0 +1,110 @@
+"""A model's parts driven under a plan: weights to their compute layout, blocks in a scan, hidden states out.
+
+The step, the sampler and the evaluation share this forward. Weights are cast and gathered inside the layer loop, so that with ZeRO 3 one layer is whole at a
+time; their gradients are reduced straight into the gradient layout on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+
+from meshpar.interfaces import Axes, Batch, LanguageModel, PyTree
+from meshpar.layout.resolve import map_leaves, place
+from meshpar.module import Model, is_norm_or_bias
+from meshpar.parallel.compose import Layouts
+from meshpar.plan import Plan
+from meshpar.precision.remat import WEIGHTS, remat
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A model, a plan and a mesh, ready to run inside a traced function whose placement is entered.
+
+    Calling it: `(params, batch, key) -> (module bound to usable weights, hidden states [batch, seq_residual, embed], auxiliary sums by name)`.
+    """
+
+    model: Model
+    plan: Plan
+    mesh: Mesh
+
+    def __call__(self, params: PyTree, batch: Batch, key: jax.Array | None) -> tuple[LanguageModel, jax.Array, dict[str, jax.Array]]:
+        use = weights_in_use(self.plan, self.mesh)
+        shared = {name: value for name, value in params.items() if name != "blocks"}
+        shared_axes = {name: value for name, value in self.model.axes.items() if name != "blocks"}
+        lm = self.model.bind({**use(shared, shared_axes), "blocks": params["blocks"]})
+        embed_key, blocks_key = (None, None) if key is None else tuple(jax.random.split(key))
+        x = lm.embed(batch, embed_key)
+        layer_axes = jax.tree.map(lambda axes: axes[1:], self.model.axes["blocks"], is_leaf=lambda axes: isinstance(axes, tuple))
+
+        def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, layer)
+            y, aux = lm.block(self.model.bind_block(use(weights, layer_axes)), x, batch, block_key)
+            return y, dict(aux)
+
+        block = remat(block, self.plan.remat, self.plan.remat_save)
+        x, aux = loop(block, x, params["blocks"], self.model.layers, self.plan.unroll)
+        return lm, x, aux
+
+
+def loop(block: Callable[..., Any], x: jax.Array, stacked: PyTree, layers: int, unroll: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Runs `block(x, weights, layer)` over stacked weights; `unroll` layers an iteration, 0 for all written out."""
+    if unroll == 0 or unroll >= layers:
+        # lax.split, not indexing: its transpose is one concatenation, where each index would add a padded copy of the whole stack.
+        split = jax.tree.map(lambda w: jax.lax.split(w, (1,) * layers, axis=0), stacked)
+        total: dict[str, jax.Array] = {}
+        for layer in range(layers):
+            weights = jax.tree.map(lambda pieces, layer=layer: pieces[layer][0], split, is_leaf=lambda leaf: isinstance(leaf, (tuple, list)))
+            x, aux = block(x, weights, layer)
+            total = {name: total[name] + value if name in total else value for name, value in aux.items()}
+        return x, total
+
+    def body(x: jax.Array, scanned: tuple[PyTree, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return block(x, *scanned)
+
+    x, aux = jax.lax.scan(body, x, (stacked, jnp.arange(layers)), unroll=unroll)
+    return x, {name: value.sum() for name, value in aux.items()}
+
+
+def weights_in_use(plan: Plan, mesh: Mesh) -> Callable[[PyTree, PyTree], PyTree]:
+    """A function (weights, axes) -> the same weights as the model computes with them: cast, and gathered to the compute layout.
+
+    Cost with ZeRO 3: all-gather over the ZeRO axes, (n-1) shards a device, in the compute dtype; the backward reduces the gradients to the gradient layout.
+    """
+    layouts = plan.layouts()
+
+    def one(path: str, weight: jax.Array, axes: Axes) -> jax.Array:
+        dtype = weight.dtype if is_norm_or_bias(path) else plan.precision.compute_dtype
+        if mesh.size == 1:
+            return checkpoint_name(weight.astype(dtype), WEIGHTS)
+        return checkpoint_name(_relayout(layouts, mesh, path, axes, weight.shape, weight.dtype, dtype)(weight), WEIGHTS)
+
+    return lambda weights, axes: map_leaves(one, weights, axes)
+
+
+def _relayout(layouts: Layouts, mesh: Mesh, path: str, axes: Axes, shape: tuple[int, ...], stored: Any, used: Any) -> Callable[[jax.Array], jax.Array]:
+    compute = NamedSharding(mesh, place(layouts.compute, axes, shape, mesh, path=path).spec)
+    grads = NamedSharding(mesh, place(layouts.grads, axes, shape, mesh, path=path).spec)
+
+    @jax.custom_vjp
+    def relayout(weight: jax.Array) -> jax.Array:
+        # cast first: half the bytes are gathered
+        return jax.lax.with_sharding_constraint(weight.astype(used), compute)
+
+    def forward(weight: jax.Array) -> tuple[jax.Array, None]:
+        return relayout(weight), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        # First as the product that makes it is split, so that it is summed there; straight into the gradient layout, XLA would
+        # rather move the activations. TPU and GPU fuse the all-reduce and the slice into a reduce-scatter.
+        gradient = jax.lax.with_sharding_constraint(gradient, compute)
+        return (jax.lax.with_sharding_constraint(gradient.astype(stored), grads),)
+
+    relayout.defvjp(forward, backward)
+    return relayout

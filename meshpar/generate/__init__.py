@@ -1,0 +1,1 @@
+"""Text from a model: sampling under the layout it trains in."""

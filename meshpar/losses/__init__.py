@@ -1,0 +1,1 @@
+"""Losses: cross-entropy that works on split vocabularies and on pieces of the sequence."""

@@ -1,0 +1,140 @@
+"""The one door to flax.nnx: a module becomes shapes, logical axes and pure functions over a nested dict of arrays.
+
+nnx defines modules and nothing else: parameters are `nnx.Param(value, axes=("embed", "mlp"))`, with "axes" naming each dim. Outside this file and
+`models/` there is a pytree (nested dicts) and a like tree of axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from meshpar.interfaces import Axes, LanguageModel, PyTree
+from meshpar.layout.resolve import path_name
+
+VECTORS = ("scale", "bias")  # leaves of these names are norms and biases: not decayed, not cast to the compute dtype
+
+
+def is_norm_or_bias(path: str) -> bool:
+    """Whether a leaf is a norm scale or a bias: by its name, since stacking changes its rank."""
+    return path.rsplit("/", 1)[-1] in VECTORS
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
+    """`layers` modules as one, every parameter with "layers" in front; layer i is drawn from its own key, so depth changes none of the others.
+
+    The result is for `LanguageModel.blocks`: it is not called itself, the layer loop slices it.
+    """
+    base = rngs.params()
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=jax.random.key(0)))))
+    keys = jax.vmap(lambda i: jax.random.fold_in(base, i))(jax.numpy.arange(layers))
+    state = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(params=key)))[1])(keys)
+    module = nnx.merge(graphdef, state)
+    for _, param in nnx.iter_graph(module):
+        if isinstance(param, nnx.Param):
+            param.set_metadata("axes", ("layers", *param.get_metadata().get("axes", ())))
+    return module
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model without its arrays: shapes, logical axes, how to draw parameters and how to call its parts with given ones."""
+
+    config: Any
+    shapes: PyTree  # jax.ShapeDtypeStruct leaves
+    axes: PyTree  # a tuple of logical axes for each leaf
+    init: Callable[[jax.Array], PyTree]  # key -> fp32 parameters; the same values whatever the sharding
+    _bind: Callable[[PyTree], Any]
+    _bind_block: Callable[[PyTree], Any]
+
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+
+    @property
+    def layers(self) -> int:
+        """The number of stacked blocks."""
+        return int(jax.tree.leaves(self.shapes["blocks"])[0].shape[0])
+
+    def bind(self, params: PyTree) -> LanguageModel:
+        """The module with these parameters, to call its parts."""
+        return self._bind(params)
+
+    def bind_block(self, params: PyTree) -> Any:
+        """One block with the parameters of one layer."""
+        return self._bind_block(params)
+
+
+def abstract(make: Callable[[nnx.Rngs], nnx.Module], config: Any = None) -> Model:
+    """Shapes and axes of a model, without memory.
+
+    Args:
+      make: builds the module from its random streams, e.g. `lambda rngs: Llama(config, rngs=rngs)`.
+      config: kept as `Model.config`.
+
+    Raises:
+      ValueError: a part of `LanguageModel` is missing, or a parameter lacks axes; the sentence names it.
+    """
+
+    def build(key: jax.Array) -> nnx.Module:
+        return make(nnx.Rngs(params=key))
+
+    module = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    missing = [part for part in ("blocks", "embed", "block", "head") if not hasattr(module, part)]
+    if missing:
+        raise ValueError(
+            f"{type(module).__name__} has no {missing[0]!r}; a language model has blocks (made by meshpar.module.stack), embed, block and head"
+        )
+    graphdef, state = nnx.split(module)
+    block_graphdef, block_state = nnx.split(module.blocks)  # type: ignore[attr-defined]
+    others = {type(v).__name__ for _, v in nnx.to_flat_state(state) if not isinstance(v, nnx.Param)}
+    if others:
+        raise ValueError(f"{type(module).__name__} holds {', '.join(sorted(others))}; only nnx.Param is trained, pass other values as arguments")
+    shapes = nnx.to_pure_dict(state)
+    axes = jax.tree_util.tree_map_with_path(_axes, shapes, _metadata(state))
+    return Model(
+        config=config,
+        shapes=shapes,
+        axes=axes,
+        init=lambda key: nnx.to_pure_dict(nnx.split(build(key))[1]),
+        _bind=_binder(graphdef, state),
+        _bind_block=_binder(block_graphdef, block_state),
+    )
+
+
+def init_sharded(model: Model, key: jax.Array, shardings: PyTree) -> PyTree:
+    """Draws the parameters straight into their shards; no device ever holds a whole one that is split."""
+    return jax.jit(model.init, out_shardings=shardings)(key)
+
+
+def _binder(graphdef: Any, state: Any) -> Callable[[PyTree], Any]:
+    treedef = jax.tree.structure(state)
+    order = [path_name(path) for path, _ in jax.tree.leaves_with_path(nnx.to_pure_dict(state))]
+
+    def bind(params: PyTree) -> Any:
+        leaves = jax.tree.leaves_with_path(params)
+        names = [path_name(path) for path, _ in leaves]
+        if names != order:
+            odd = sorted(set(names) ^ set(order))
+            raise ValueError(f"parameters do not fit the model: {', '.join(odd[:5])} on one side only; use the tree that Model.init returns")
+        return nnx.merge(graphdef, jax.tree.unflatten(treedef, [leaf for _, leaf in leaves]))
+
+    return bind
+
+
+def _metadata(state: Any) -> PyTree:
+    return nnx.to_pure_dict(jax.tree.map(lambda v: tuple(v.get_metadata().get("axes") or ()), state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+
+
+def _axes(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, axes: Axes) -> Axes:
+    if len(axes) != len(shape.shape):
+        raise ValueError(
+            f"{path_name(path)} has the shape {shape.shape} and axes {axes or 'none'}; name each dim: "
+            'nnx.Param(value, axes=("embed", "mlp")), and build the layers with meshpar.module.stack'
+        )
+    return axes

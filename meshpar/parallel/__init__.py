@@ -1,0 +1,1 @@
+"""Parallel strategies as rules: each file returns a `Fragment`; `compose` merges them into the four layouts of a step."""

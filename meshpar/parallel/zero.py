@@ -1,0 +1,23 @@
+"""ZeRO: state that data-parallel ranks would hold in copies is spread over them. Source: Rajbhandari et al. 2020; FSDP: Zhao et al. 2023.
+
+    stage  spread                                 communication a step, beside the gradients' reduction
+    0      nothing
+    1      optimizer state (and master weights)   all-gather of the new parameters
+    2      and gradients                          the reduction becomes a reduce-scatter (TPU, GPU; XLA:CPU all-reduces and slices)
+    3      and parameters (FSDP)                  all-gather of each layer's weights in the forward and again in the backward
+
+HSDP is stage 3 over `fsdp` alone while `data` replicates.
+"""
+
+from __future__ import annotations
+
+from meshpar.parallel.compose import Fragment
+
+
+def zero(stage: int, axes: tuple[str, ...]) -> Fragment:
+    """ZeRO `stage` 0-3 over the mesh `axes`."""
+    return Fragment(
+        spread_optimizer=axes if stage >= 1 else (),
+        spread_grads=axes if stage >= 2 else (),
+        spread_params=axes if stage >= 3 else (),
+    )

@@ -1,0 +1,1 @@
+"""Precision: which dtype each role of the step has, and which activations are kept for the backward."""

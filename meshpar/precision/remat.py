@@ -1,0 +1,42 @@
+"""Rematerialisation: which values of a block the forward keeps for the backward, by name.
+
+Models tag values with `save_name(x, "mlp_hidden")`; the plan says "none" (keep all that autodiff wants), "full" (keep only each block's input) or
+"selective" (keep the listed names). Gathered and cast weights are never kept: they would undo ZeRO 3 (one whole copy of every layer) and cost
+one more pass over memory than casting again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+Remat = Literal["none", "full", "selective"]
+WEIGHTS = "weights"
+SAVE_NAMES: dict[str, str] = {
+    "qkv": "queries, keys and values after RoPE",
+    "attention": "the output of attention, before its projection",
+    "mlp_hidden": "the inner activations of the MLP, after the nonlinearity",
+    "mlp_gate": "the gate and up projections of the MLP, before the nonlinearity",
+    "norm": "the outputs of norms",
+    "residual": "the residual stream inside a block",
+}
+
+
+def save_name(x: jax.Array, name: str) -> jax.Array:
+    """Tags `x` for selective rematerialisation."""
+    assert name in SAVE_NAMES, name
+    return checkpoint_name(x, name)
+
+
+def remat(function: Callable[..., Any], mode: Remat, save: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """`function` under the mode. `prevent_cse` is off: the function runs inside a scan, where XLA cannot merge the two forwards."""
+    if mode == "full":
+        policy = jax.checkpoint_policies.nothing_saveable
+    elif mode == "selective":
+        policy = jax.checkpoint_policies.save_only_these_names(*save)
+    else:
+        policy = jax.checkpoint_policies.save_anything_except_these_names(WEIGHTS)
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

@@ -1,0 +1,1 @@
+"""Support for tests, of meshpar and of models built on it."""

@@ -1,0 +1,1 @@
+"""Training: data, optimizer state, the compiled step, and the loop around it."""

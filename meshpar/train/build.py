@@ -1,0 +1,130 @@
+"""`build`: a model, an optimizer and a plan become one compiled step.
+
+The placement is entered inside the traced function, shardings in and out are fixed and the state is donated, so nothing retraces or moves from step to step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from meshpar.forward import Forward
+from meshpar.interfaces import Batch, PyTree
+from meshpar.layout.context import placed
+from meshpar.layout.resolve import place
+from meshpar.mesh.build import build_mesh
+from meshpar.module import Model
+from meshpar.plan import Plan
+from meshpar.train.state import TrainState, init_state, state_shardings
+from meshpar.train.step import Metrics, Objective, loss_sums, make_step
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """One compiled step with what belongs to it. Made by `build`."""
+
+    model: Model
+    plan: Plan
+    mesh: Mesh
+    batch: int  # rows of the global batch
+    seq: int  # positions of a row
+    shardings: TrainState  # a NamedSharding for each leaf of the state
+    batch_sharding: NamedSharding  # of each [batch, seq] leaf of a batch
+    _init: Any
+    _step: Any
+    _evaluate: Any
+
+    def init(self, seed: int = 0) -> TrainState:
+        """A fresh state, drawn straight into its shards; the same values on every mesh."""
+        return self._init(jax.random.key(seed))
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimizer step. `state` is donated: use the returned one. Metrics are on devices: reading one waits for the step."""
+        return self._step(state, batch)
+
+    def evaluate(self, params: PyTree, batch: Batch) -> Metrics:
+        """Sums over a batch without dropout: loss, nll, tokens."""
+        return self._evaluate(params, batch)
+
+    def place(self, batch: Batch) -> Batch:
+        """This process's rows of a batch, from host memory onto the devices."""
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.batch_sharding, np.asarray(x)), batch)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state; a target for restoring and for lowering."""
+        shapes = jax.eval_shape(self._init, jax.random.key(0))
+        return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, self.shardings)
+
+    def abstract_batch(self, *, packed: bool = False) -> Batch:
+        """Shapes of a batch; with `packed` also segments and positions."""
+
+        def leaf(dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.batch, self.seq), dtype, sharding=self.batch_sharding)
+
+        extra = {"segments": leaf(jnp.int32), "positions": leaf(jnp.int32)} if packed else {}
+        return Batch(tokens=leaf(jnp.int32), targets=leaf(jnp.int32), weights=leaf(jnp.float32), **extra)  # type: ignore[arg-type]
+
+    def compile(self, *, packed: bool = False) -> jax.stages.Compiled:
+        """The step compiled ahead of its first call, for its memory, its text and its cost."""
+        return self._step.lower(self.abstract_state(), self.abstract_batch(packed=packed)).compile()
+
+
+def build(
+    model: Model,
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    *,
+    batch: int,
+    seq: int,
+    objective: Objective = Objective(),
+    devices: Sequence[jax.Device] | None = None,
+) -> Training:
+    """Builds the training step of a plan.
+
+    Args:
+      model: from `meshpar.module.abstract`.
+      tx: any optax transformation; clipping belongs to `objective`, where the norm is logged.
+      plan: a free mesh axis is filled with the devices there are.
+      batch: rows of the global batch; seq: positions of a row.
+      devices: what the mesh is built of; None takes all.
+
+    Raises:
+      ValueError: the plan does not fit the model, the batch or the devices; one sentence, before anything compiles.
+    """
+    plan = plan.on(len(devices) if devices is not None else jax.device_count())
+    plan.check(model, batch=batch, seq=seq)
+    mesh = build_mesh(plan.mesh, devices)
+    spec = place(plan.layouts().compute, ("batch", "seq"), (batch, seq), mesh, path="batch").spec
+    batch_sharding = NamedSharding(mesh, spec)
+    shardings = state_shardings(model, tx, plan, mesh)
+    forward = Forward(model, plan, mesh)
+
+    def evaluate(params: PyTree, batch: Batch) -> Metrics:
+        with placed(plan.placement(mesh)):
+            return loss_sums(forward, objective, params, batch, None)
+
+    return Training(
+        model=model,
+        plan=plan,
+        mesh=mesh,
+        batch=batch,
+        seq=seq,
+        shardings=shardings,
+        batch_sharding=batch_sharding,
+        _init=jax.jit(functools.partial(init_state, model, tx, plan), out_shardings=shardings),
+        _step=jax.jit(
+            make_step(model, tx, plan, mesh, objective),
+            in_shardings=(shardings, batch_sharding),
+            out_shardings=(shardings, None),
+            donate_argnums=0,
+        ),
+        _evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding)),
+    )

@@ -1,0 +1,119 @@
+"""What a step's metrics become: lines of JSON on disk, a progress bar, a loss curve."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from meshpar.mesh.topology import peak_bf16
+from meshpar.module import Model
+from meshpar.train.trainer import Hook
+
+
+def flops_per_token(model: Model, seq: int) -> float:
+    """FLOPs that training needs a token, forward and backward: 6 a parameter in matrix products and 12 layers * heads * head_dim * seq for attention.
+
+    Rematerialisation does not count. A lookup table counts only when it is the output head too. Source: PaLM (Chowdhery et al. 2022), appendix B.
+    """
+    config = model.config
+    table = 0 if getattr(config, "tied", False) else config.padded_vocab * config.embed
+    return 6.0 * (model.size - table) + 12.0 * config.layers * config.heads * config.head_dim * seq
+
+
+def mfu(flops: float, seconds: float, devices: Sequence[jax.Device]) -> float | None:
+    """Share of the devices' bf16 peak that `flops` in `seconds` are; None on hardware whose peak is not known."""
+    peak = peak_bf16(devices[0].device_kind)
+    return None if peak is None else flops / seconds / (peak * len(devices))
+
+
+class JsonLines:
+    """Appends one JSON object a line; each is on disk when `write` returns."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(dict(values)) + "\n")
+
+
+class Progress:
+    """A bar with loss, tokens/s, MFU and time left; without a terminal a line every `every` seconds instead."""
+
+    def __init__(self, *, steps: int, start: int, tokens: int, flops: float, devices: Sequence[jax.Device], every: float = 15.0):
+        """`tokens` and `flops` are of one step."""
+        from rich.console import Console
+
+        self.console = Console()
+        self._steps, self._tokens, self._flops, self._devices, self._every = steps, tokens, flops, devices, every
+        self._printed_at = 0.0
+        self._recent: list[float] = []
+        self._bar: Any = None
+        if self.console.is_terminal:
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("step"),
+                progress.MofNCompleteColumn(),
+                progress.BarColumn(bar_width=24),
+                progress.TextColumn("{task.fields[text]}"),
+                progress.TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("train", total=steps, completed=start, text="compiling")
+
+    def __enter__(self) -> Progress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def hook(self) -> Hook:
+        """The hook that feeds the bar."""
+        return Hook(on_metrics=self._on_metrics)
+
+    def log(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self.console.print(text, markup=False, highlight=False)
+
+    def _on_metrics(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        self._recent = [*self._recent[-9:], seconds]
+        pace = sorted(self._recent)[len(self._recent) // 2]
+        share = mfu(self._flops, pace, self._devices)
+        text = f"loss {metrics['loss']:.4f}  {self._tokens / pace:,.0f} tokens/s  MFU {'n/a' if share is None else f'{share:.1%}'}"
+        if self._bar:
+            self._bar.update(self._task, completed=step, text=text)
+        elif time.monotonic() - self._printed_at >= self._every or step == self._steps:
+            self._printed_at = time.monotonic()
+            left = (self._steps - step) * pace
+            self.log(f"step {step}/{self._steps}  {text}  {left:.0f} s left")
+
+
+def plot_losses(path: Path, train: Mapping[int, float], validation: Mapping[int, float], baselines: Mapping[str, float]) -> None:
+    """Draws loss in nats a token against steps, the validation losses as dots, the baselines as dashed lines, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.plot(list(train), list(train.values()), linewidth=1, label="training")
+    if validation:
+        axes.plot(list(validation), list(validation.values()), "o-", label="validation")
+    for number, (name, loss) in enumerate(baselines.items()):
+        axes.axhline(loss, linestyle="--", linewidth=1, color=f"C{number + 2}", label=f"{name} model, validation")
+    axes.set_xlabel("optimizer updates")
+    axes.set_ylabel("loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

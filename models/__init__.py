@@ -1,0 +1,1 @@
+"""Model families, written once with logical axes; they know neither the mesh nor the plan."""

@@ -1,0 +1,55 @@
+"""The shape of a GPT-2-like model. Source: Radford et al. 2019."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flax import nnx
+
+if TYPE_CHECKING:
+    from models.gpt.model import GPT
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """A GPT-2-like model; sizes in elements."""
+
+    vocab: int
+    layers: int
+    embed: int
+    heads: int
+    max_seq: int  # rows of the position table
+    mlp: int = 0  # 0: 4 embed
+    norm_eps: float = 1e-5
+    tied: bool = True
+    dropout: float = 0.0  # on embeddings, attention weights and residual branches; GPT-2 was trained with 0.1
+    init_std: float = 0.02  # outputs into the residual stream get init_std / sqrt(2 layers)
+    vocab_multiple: int = 128  # the tables are padded to this, whatever the mesh; the padding is masked out of softmax and sampling
+
+    def __post_init__(self) -> None:
+        if self.embed % self.heads:
+            raise ValueError(f"embed={self.embed} is not divisible by heads={self.heads}; choose heads that divide it")
+        if not self.mlp:
+            object.__setattr__(self, "mlp", 4 * self.embed)
+
+    @property
+    def kv_heads(self) -> int:
+        """As many as query heads."""
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """The size of one head."""
+        return self.embed // self.heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token table."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    def build(self, rngs: nnx.Rngs) -> GPT:
+        """The module, with parameters drawn from `rngs`."""
+        from models.gpt.model import GPT
+
+        return GPT(self, rngs=rngs)

@@ -1,0 +1,31 @@
+"""Every test sees 8 CPU devices, strict dtype promotion and a compilation cache, all set before jax starts.
+
+`pyproject.toml` turns warnings into errors. The cache keys a compiled program by its content and the jax version, so it
+cannot change a result; it lies in `.cache/jax` of the checkout, JAX_COMPILATION_CACHE_DIR moves it, `make clean`
+deletes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+import jax
+import pytest
+
+from meshpar.mesh.build import build_mesh
+from meshpar.mesh.emulate import emulate
+from meshpar.mesh.spec import MeshSpec
+
+emulate(8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="session")
+def mesh_of() -> Callable[[str], jax.sharding.Mesh]:
+    """Builds the mesh that a string such as "data=2 tensor=4" spells, on the first of the 8 devices."""
+    return lambda text: build_mesh(MeshSpec.parse(text), jax.devices())
