@@ -37,7 +37,7 @@ nightly: $(INSTALLED)  ## all tests, on this Python and on the newest one that i
 	$(if $(NEWEST),$(MAKE) test MARK="" PYTHON=$(NEWEST),@echo "no Python 3.12 or newer found: tested on one only")
 
 clean:  ## deletes environments and caches
-	rm -rf .venv .venv-* .cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-* .cache .hypothesis .pytest_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed-$(VERSION): pyproject.toml

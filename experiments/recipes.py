@@ -1,6 +1,7 @@
 """Recipes: functions that return everything a run is. Override single values with `--set`, or copy one and change it.
 
-The comments say why, and what is normal; see the configs of model, data, optimizer and plan for the meaning of each field.
+The comments say why, and what is normal; see the configs of model, data, optimizer and plan for the meaning of each
+field.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from meshpar.plan import Plan
 from meshpar.precision.policy import Policy
 from meshpar.train.data import DataConfig
 from meshpar.train.optimizer import OptimizerConfig
-from meshpar.train.recipe import Recipe, RunConfig
+from meshpar.train.run import Recipe, RunConfig
 from models.gpt import GPTConfig
 from models.llama import LlamaConfig
 
@@ -67,7 +68,8 @@ def llama_125m() -> Recipe:
     """Llama with 125M parameters on one node of 8 GPUs: the weights fit everywhere, so only the batch is split."""
     return Recipe(
         model=LlamaConfig(vocab=32_000, layers=12, embed=768, heads=12, kv_heads=12, mlp=2048, max_seq=2048, tied=True),
-        # ZeRO 1: parameters whole on each GPU (0.5 GB), moments spread; no gathers in the step but one of the new parameters.
+        # ZeRO 1: parameters whole on each GPU (0.5 GB), moments spread; no gathers in the step but one of the new
+        # parameters.
         plan=Plan(mesh=MeshSpec(data=8), zero=1, precision=Policy(compute="bf16"), remat="none"),
         data=DataConfig(source="stdlib", tokenizer="bpe:32000", seq=2048),
         optimizer=OptimizerConfig(lr=6e-4, warmup=700, weight_decay=0.1),
@@ -79,9 +81,14 @@ def llama_125m() -> Recipe:
 def llama_1b() -> Recipe:
     """Llama with 1.3B parameters on a TPU v5e-64: FSDP over 16, with 4 replicas of that."""
     return Recipe(
-        model=LlamaConfig(vocab=32_000, layers=24, embed=2048, heads=16, kv_heads=8, mlp=5632, max_seq=4096, rope_theta=500_000.0),
-        # 12 bytes a parameter / 16 = 1 GB a chip of 16 GB; the gathers stay inside a row of 16 chips and only gradients cross rows (HSDP).
-        plan=Plan(mesh=MeshSpec(data=4, fsdp=16), zero=3, precision=Policy(compute="bf16"), remat="selective", loss_chunk=1024),
+        model=LlamaConfig(
+            vocab=32_000, layers=24, embed=2048, heads=16, kv_heads=8, mlp=5632, max_seq=4096, rope_theta=500_000.0
+        ),
+        # 12 bytes a parameter / 16 = 1 GB a chip of 16 GB; the gathers stay inside a row of 16 chips and only gradients
+        # cross rows (HSDP).
+        plan=Plan(
+            mesh=MeshSpec(data=4, fsdp=16), zero=3, precision=Policy(compute="bf16"), remat="selective", loss_chunk=1024
+        ),
         data=DataConfig(source="stdlib", tokenizer="bpe:32000", seq=4096),
         optimizer=OptimizerConfig(lr=2e-4, warmup=2000, weight_decay=0.1),
         # 256 x 4096 = 1M tokens an update, as GPT-3's 1.3B.

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keys", action="store_true", help="list every key that --set takes, with its value in this recipe, and stop")
     options = parser.parse_args(arguments)
     try:
-        from meshpar.train.overrides import apply_overrides, load_recipe
+        from meshpar.train.recipe import apply_overrides, load_recipe
 
         recipe = apply_overrides(load_recipe(options.recipe), options.overrides)
         if options.keys:
@@ -56,7 +56,7 @@ def print_keys(recipe: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meshpar.train.overrides import describe_keys
+    from meshpar.train.recipe import describe_keys
 
     table = Table("key", "value", "type", "meaning", box=None)
     for key in describe_keys(recipe):
@@ -191,7 +191,7 @@ def write_config(out: Path, recipe: Any, training: Any, name: str) -> None:
     """Everything that the run was: resolved values, mesh, batch per device, versions."""
     import jax
 
-    from meshpar.train.overrides import to_json
+    from meshpar.train.values import to_json
 
     batch = training.batch_sharding.shard_shape((training.batch, training.seq))
     values = {

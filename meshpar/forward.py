@@ -1,7 +1,8 @@
 """A model's parts driven under a plan: weights to their compute layout, blocks in a scan, hidden states out.
 
-The step, the sampler and the evaluation share this forward. Weights are cast and gathered inside the layer loop, so that with ZeRO 3 one layer is whole at a
-time; their gradients are reduced straight into the gradient layout on the way back.
+The step, the sampler and the evaluation share this forward. Weights are cast and gathered inside the layer loop, so
+that with ZeRO 3 one layer is whole at a time; their gradients are reduced straight into the gradient layout on the way
+back.
 """
 
 from __future__ import annotations
@@ -27,21 +28,26 @@ from meshpar.precision.remat import WEIGHTS, remat
 class Forward:
     """A model, a plan and a mesh, ready to run inside a traced function whose placement is entered.
 
-    Calling it: `(params, batch, key) -> (module bound to usable weights, hidden states [batch, seq_residual, embed], auxiliary sums by name)`.
+    Calling it: `(params, batch, key) -> (module bound to usable weights, hidden states [batch, seq_residual, embed],
+    auxiliary sums by name)`.
     """
 
     model: Model
     plan: Plan
     mesh: Mesh
 
-    def __call__(self, params: PyTree, batch: Batch, key: jax.Array | None) -> tuple[LanguageModel, jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, params: PyTree, batch: Batch, key: jax.Array | None
+    ) -> tuple[LanguageModel, jax.Array, dict[str, jax.Array]]:
         use = weights_in_use(self.plan, self.mesh)
         shared = {name: value for name, value in params.items() if name != "blocks"}
         shared_axes = {name: value for name, value in self.model.axes.items() if name != "blocks"}
         lm = self.model.bind({**use(shared, shared_axes), "blocks": params["blocks"]})
         embed_key, blocks_key = (None, None) if key is None else tuple(jax.random.split(key))
         x = lm.embed(batch, embed_key)
-        layer_axes = jax.tree.map(lambda axes: axes[1:], self.model.axes["blocks"], is_leaf=lambda axes: isinstance(axes, tuple))
+        layer_axes = jax.tree.map(
+            lambda axes: axes[1:], self.model.axes["blocks"], is_leaf=lambda axes: isinstance(axes, tuple)
+        )
 
         def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, layer)
@@ -53,14 +59,21 @@ class Forward:
         return lm, x, aux
 
 
-def loop(block: Callable[..., Any], x: jax.Array, stacked: PyTree, layers: int, unroll: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loop(
+    block: Callable[..., Any], x: jax.Array, stacked: PyTree, layers: int, unroll: int
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs `block(x, weights, layer)` over stacked weights; `unroll` layers an iteration, 0 for all written out."""
     if unroll == 0 or unroll >= layers:
-        # lax.split, not indexing: its transpose is one concatenation, where each index would add a padded copy of the whole stack.
+        # lax.split, not indexing: its transpose is one concatenation, where each index would add a padded copy of the
+        # whole stack.
         split = jax.tree.map(lambda w: jax.lax.split(w, (1,) * layers, axis=0), stacked)
         total: dict[str, jax.Array] = {}
         for layer in range(layers):
-            weights = jax.tree.map(lambda pieces, layer=layer: pieces[layer][0], split, is_leaf=lambda leaf: isinstance(leaf, (tuple, list)))
+            weights = jax.tree.map(
+                lambda pieces, layer=layer: pieces[layer][0],
+                split,
+                is_leaf=lambda leaf: isinstance(leaf, (tuple, list)),
+            )
             x, aux = block(x, weights, layer)
             total = {name: total[name] + value if name in total else value for name, value in aux.items()}
         return x, total
@@ -73,9 +86,11 @@ def loop(block: Callable[..., Any], x: jax.Array, stacked: PyTree, layers: int, 
 
 
 def weights_in_use(plan: Plan, mesh: Mesh) -> Callable[[PyTree, PyTree], PyTree]:
-    """A function (weights, axes) -> the same weights as the model computes with them: cast, and gathered to the compute layout.
+    """A function (weights, axes) -> the same weights as the model computes with them: cast, and gathered to the compute
+    layout.
 
-    Cost with ZeRO 3: all-gather over the ZeRO axes, (n-1) shards a device, in the compute dtype; the backward reduces the gradients to the gradient layout.
+    Cost with ZeRO 3: all-gather over the ZeRO axes, (n-1) shards a device, in the compute dtype; the backward reduces
+    the gradients to the gradient layout.
     """
     layouts = plan.layouts()
 
@@ -88,7 +103,9 @@ def weights_in_use(plan: Plan, mesh: Mesh) -> Callable[[PyTree, PyTree], PyTree]
     return lambda weights, axes: map_leaves(one, weights, axes)
 
 
-def _relayout(layouts: Layouts, mesh: Mesh, path: str, axes: Axes, shape: tuple[int, ...], stored: Any, used: Any) -> Callable[[jax.Array], jax.Array]:
+def _relayout(
+    layouts: Layouts, mesh: Mesh, path: str, axes: Axes, shape: tuple[int, ...], stored: Any, used: Any
+) -> Callable[[jax.Array], jax.Array]:
     compute = NamedSharding(mesh, place(layouts.compute, axes, shape, mesh, path=path).spec)
     grads = NamedSharding(mesh, place(layouts.grads, axes, shape, mesh, path=path).spec)
 
@@ -101,8 +118,8 @@ def _relayout(layouts: Layouts, mesh: Mesh, path: str, axes: Axes, shape: tuple[
         return relayout(weight), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        # First as the product that makes it is split, so that it is summed there; straight into the gradient layout, XLA would
-        # rather move the activations. TPU and GPU fuse the all-reduce and the slice into a reduce-scatter.
+        # First as the product that makes it is split, so that it is summed there; straight into the gradient layout,
+        # XLA would rather move the activations. TPU and GPU fuse the all-reduce and the slice into a reduce-scatter.
         gradient = jax.lax.with_sharding_constraint(gradient, compute)
         return (jax.lax.with_sharding_constraint(gradient.astype(stored), grads),)
 

@@ -47,8 +47,12 @@ class LanguageModel(Protocol):
         """Tokens to the first hidden states, `[batch, seq_residual, embed]`."""
         ...
 
-    def block(self, block: Any, x: jax.Array, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """One layer of `blocks`. Returns the next hidden states and the layer's auxiliary losses (sums over tokens), by name."""
+    def block(
+        self, block: Any, x: jax.Array, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """One layer of `blocks`. Returns the next hidden states and the layer's auxiliary losses (sums over tokens),
+        by name.
+        """
         ...
 
     def head(self, x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The one door to flax.nnx: a module becomes shapes, logical axes and pure functions over a nested dict of arrays.
 
-nnx defines modules and nothing else: parameters are `nnx.Param(value, axes=("embed", "mlp"))`, with "axes" naming each dim. Outside this file and
-`models/` there is a pytree (nested dicts) and a like tree of axes.
+nnx defines modules and nothing else: parameters are `nnx.Param(value, axes=("embed", "mlp"))`, with "axes" naming each
+dim. Outside this file and `models/` there is a pytree (nested dicts) and a like tree of axes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def is_norm_or_bias(path: str) -> bool:
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`layers` modules as one, every parameter with "layers" in front; layer i is drawn from its own key, so depth changes none of the others.
+    """`layers` modules as one, every parameter with "layers" in front; layer i is drawn from its own key, so depth
+    changes none of the others.
 
     The result is for `LanguageModel.blocks`: it is not called itself, the layer loop slices it.
     """
@@ -42,7 +43,9 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model without its arrays: shapes, logical axes, how to draw parameters and how to call its parts with given ones."""
+    """A model without its arrays: shapes, logical axes, how to draw parameters and how to call its parts with given
+    ones.
+    """
 
     config: Any
     shapes: PyTree  # jax.ShapeDtypeStruct leaves
@@ -88,13 +91,17 @@ def abstract(make: Callable[[nnx.Rngs], nnx.Module], config: Any = None) -> Mode
     missing = [part for part in ("blocks", "embed", "block", "head") if not hasattr(module, part)]
     if missing:
         raise ValueError(
-            f"{type(module).__name__} has no {missing[0]!r}; a language model has blocks (made by meshpar.module.stack), embed, block and head"
+            f"{type(module).__name__} has no {missing[0]!r}; "
+            "a language model has blocks (made by meshpar.module.stack), embed, block and head"
         )
     graphdef, state = nnx.split(module)
     block_graphdef, block_state = nnx.split(module.blocks)  # type: ignore[attr-defined]
     others = {type(v).__name__ for _, v in nnx.to_flat_state(state) if not isinstance(v, nnx.Param)}
     if others:
-        raise ValueError(f"{type(module).__name__} holds {', '.join(sorted(others))}; only nnx.Param is trained, pass other values as arguments")
+        raise ValueError(
+            f"{type(module).__name__} holds {', '.join(sorted(others))}; "
+            "only nnx.Param is trained, pass other values as arguments"
+        )
     shapes = nnx.to_pure_dict(state)
     axes = jax.tree_util.tree_map_with_path(_axes, shapes, _metadata(state))
     return Model(
@@ -121,14 +128,21 @@ def _binder(graphdef: Any, state: Any) -> Callable[[PyTree], Any]:
         names = [path_name(path) for path, _ in leaves]
         if names != order:
             odd = sorted(set(names) ^ set(order))
-            raise ValueError(f"parameters do not fit the model: {', '.join(odd[:5])} on one side only; use the tree that Model.init returns")
+            raise ValueError(
+                f"parameters do not fit the model: {', '.join(odd[:5])} on one side only; "
+                "use the tree that Model.init returns"
+            )
         return nnx.merge(graphdef, jax.tree.unflatten(treedef, [leaf for _, leaf in leaves]))
 
     return bind
 
 
 def _metadata(state: Any) -> PyTree:
-    return nnx.to_pure_dict(jax.tree.map(lambda v: tuple(v.get_metadata().get("axes") or ()), state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda v: tuple(v.get_metadata().get("axes") or ()), state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )
+    )
 
 
 def _axes(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, axes: Axes) -> Axes:

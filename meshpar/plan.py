@@ -1,7 +1,7 @@
 """`Plan`: everything about how one step is spread, in one frozen value.
 
-Recipes and planners produce plans, only the step builder consumes them. A plan is checked at the door (`Plan.check`), before anything
-compiles, against the model, the batch and the mesh; it goes to JSON and back unchanged.
+Recipes and planners produce plans, only the step builder consumes them. A plan is checked at the door (`Plan.check`),
+before anything compiles, against the model, the batch and the mesh; it goes to JSON and back unchanged.
 """
 
 from __future__ import annotations
@@ -38,21 +38,27 @@ class Plan:
     mesh: MeshSpec = MeshSpec()
     # ZeRO stage 0-3. None: 3 (FSDP) when the mesh has an fsdp axis, else 0.
     zero: int | None = None
-    # What ZeRO spreads over. None: data and fsdp for stages 1 and 2; for stage 3 fsdp (data then replicates: HSDP), or data when there is no fsdp.
+    # What ZeRO spreads over. None: data and fsdp for stages 1 and 2; for stage 3 fsdp (data then replicates: HSDP), or
+    # data when there is no fsdp.
     zero_axes: tuple[str, ...] | None = None
-    # Megatron's sequence parallelism: norms, dropout and residuals split along the sequence over tensor. Saves activation memory at equal bytes.
+    # Megatron's sequence parallelism: norms, dropout and residuals split along the sequence over tensor. Saves
+    # activation memory at equal bytes.
     sequence_parallel: bool = False
-    # Your own rules, logical axis -> mesh axes (() keeps it whole); they replace the built-in rule of the same logical axis.
+    # Your own rules, logical axis -> mesh axes (() keeps it whole); they replace the built-in rule of the same logical
+    # axis.
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Microbatches per optimizer step, run one after another; activation memory falls by this factor.
     accumulate: int = 1
     precision: Policy = Policy()
-    # What the forward keeps for the backward: "none" rematerialises nothing, "full" every block, "selective" keeps `remat_save`.
+    # What the forward keeps for the backward: "none" rematerialises nothing, "full" every block, "selective" keeps
+    # `remat_save`.
     remat: Remat = "none"
     remat_save: tuple[str, ...] = ("qkv", "attention", "mlp_gate")
-    # Layers per iteration of the layer loop; 0 writes all layers out. More run faster (fewer copies into stacked buffers) and compile longer.
+    # Layers per iteration of the layer loop; 0 writes all layers out. More run faster (fewer copies into stacked
+    # buffers) and compile longer.
     unroll: int = 1
-    # Positions per piece of the loss; None computes all logits at once. Pieces bound the memory of logits at the cost of a second head product.
+    # Positions per piece of the loss; None computes all logits at once. Pieces bound the memory of logits at the cost
+    # of a second head product.
     loss_chunk: int | None = None
     # Which attention: auto, reference, xla, cudnn (GPU) or splash (TPU).
     attention: str = "auto"
@@ -60,27 +66,45 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", {name: tuple(axes) for name, axes in dict(self.rules).items()})
         if self.zero not in (None, 0, 1, 2, 3):
-            raise ValueError(f"zero={self.zero} is not a ZeRO stage; choose 0 (replicate), 1 (optimizer), 2 (gradients too) or 3 (parameters too)")
-        for name in ("accumulate",):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is below 1; use 1 for a single microbatch")
+            raise ValueError(
+                f"zero={self.zero} is not a ZeRO stage; choose 0 (replicate), 1 (optimizer), 2 (gradients too) or 3 "
+                "(parameters too)"
+            )
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate} is below 1; use 1 for a single microbatch")
         if self.unroll < 0:
-            raise ValueError(f"unroll={self.unroll} is negative; use 1 for a loop, n for n layers an iteration, 0 for all layers")
+            raise ValueError(
+                f"unroll={self.unroll} is negative; use 1 for a loop, n for n layers an iteration, 0 for all layers"
+            )
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk} is below 1; give a number of positions or none")
         if self.remat not in get_args(Remat):
-            raise ValueError(f"remat={self.remat!r} is not one of {', '.join(get_args(Remat))}{did_you_mean(str(self.remat), get_args(Remat))}")
+            raise ValueError(
+                f"remat={self.remat!r} is not one of "
+                f"{', '.join(get_args(Remat))}{did_you_mean(str(self.remat), get_args(Remat))}"
+            )
         for name in self.remat_save:
             if name not in SAVE_NAMES:
-                raise ValueError(f"remat_save={name!r} is no name that models tag{did_you_mean(name, SAVE_NAMES)}; known are {', '.join(SAVE_NAMES)}")
+                raise ValueError(
+                    f"remat_save={name!r} is no name that models tag{did_you_mean(name, SAVE_NAMES)}; "
+                    f"known are {', '.join(SAVE_NAMES)}"
+                )
         for axis in (*(self.zero_axes or ()), *(axis for axes in self.rules.values() for axis in axes)):
             if axis not in AXES:
-                raise ValueError(f"unknown mesh axis {axis!r}{did_you_mean(axis, AXES)}; mesh axes are {', '.join(AXES)}")
+                raise ValueError(
+                    f"unknown mesh axis {axis!r}{did_you_mean(axis, AXES)}; mesh axes are {', '.join(AXES)}"
+                )
         for axis in ("stage", "expert", "sequence"):
             if self.mesh.sizes[axis] != 1:
-                raise ValueError(f"mesh {axis}={self.mesh.sizes[axis]}: no {axis} parallelism in this version; leave {axis} out and use data, fsdp and tensor")
+                raise ValueError(
+                    f"mesh {axis}={self.mesh.sizes[axis]}: no {axis} parallelism in this version; "
+                    f"leave {axis} out and use data, fsdp and tensor"
+                )
         if self.sequence_parallel and self.mesh.tensor == 1:
-            raise ValueError("sequence_parallel=True needs a tensor axis to split the sequence over; add tensor=2 or more to the mesh, or drop it")
+            raise ValueError(
+                "sequence_parallel=True needs a tensor axis to split the sequence over; "
+                "add tensor=2 or more to the mesh, or drop it"
+            )
 
     @property
     def zero_stage(self) -> int:
@@ -101,7 +125,10 @@ class Plan:
         fragments = [data_parallel(BATCH_AXES), megatron(), zero(self.zero_stage, self.zero_over)]
         if self.sequence_parallel:
             fragments.append(megatron_sp())
-        return compose(fragments, [Rule(logical=name, mesh_axes=axes, source="the plan's rules") for name, axes in self.rules.items()])
+        return compose(
+            fragments,
+            [Rule(logical=name, mesh_axes=axes, source="the plan's rules") for name, axes in self.rules.items()],
+        )
 
     def placement(self, mesh: Mesh | AbstractMesh) -> Placement:
         """What model code sees while a step is traced for `mesh`."""
@@ -118,15 +145,25 @@ class Plan:
         mesh = abstract_mesh(self.mesh)
         layouts = self.layouts()
         for layout in (layouts.params, layouts.compute, layouts.grads, layouts.optimizer):
-            map_leaves(lambda path, leaf, axes, layout=layout: place(layout, axes, leaf.shape, mesh, path=path), model.shapes, model.axes)
+            map_leaves(
+                lambda path, leaf, axes, layout=layout: place(layout, axes, leaf.shape, mesh, path=path),
+                model.shapes,
+                model.axes,
+            )
         if batch is not None:
             self._check_batch(batch)
         if seq is not None:
             longest = getattr(model.config, "max_seq", None)
             if longest is not None and seq > longest:
-                raise ValueError(f"seq={seq} is longer than the model's max_seq={longest}; shorten the rows or build the model with max_seq={seq}")
+                raise ValueError(
+                    f"seq={seq} is longer than the model's max_seq={longest}; "
+                    f"shorten the rows or build the model with max_seq={seq}"
+                )
             if self.sequence_parallel and seq % self.mesh.tensor:
-                raise ValueError(f"seq={seq} is not divisible by tensor={self.mesh.tensor}, which sequence_parallel splits it over; use a multiple")
+                raise ValueError(
+                    f"seq={seq} is not divisible by tensor={self.mesh.tensor}, which sequence_parallel splits it "
+                    "over; use a multiple"
+                )
 
     def on(self, devices: int) -> Plan:
         """This plan with the mesh's free axis filled for a number of devices."""
@@ -139,14 +176,20 @@ class Plan:
         if batch < 1 or batch % (degree * self.accumulate):
             product = " x ".join(f"{axis}={self.mesh.sizes[axis]}" for axis in axes)
             unit = degree * self.accumulate
+            near = max(1, -(-batch // unit)) * unit
             raise ValueError(
-                f"batch={batch} is not divisible by {product} x accumulate={self.accumulate} = {unit}; use a multiple of {unit}, such as {max(1, -(-batch // unit)) * unit}"
+                f"batch={batch} is not divisible by {product} x accumulate={self.accumulate} = {unit}; "
+                f"use a multiple of {unit}, such as {near}"
             )
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` gives an equal plan."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values |= {"mesh": str(self.mesh), "precision": dataclasses.asdict(self.precision), "rules": {k: list(v) for k, v in self.rules.items()}}
+        values |= {
+            "mesh": str(self.mesh),
+            "precision": dataclasses.asdict(self.precision),
+            "rules": {k: list(v) for k, v in self.rules.items()},
+        }
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     @classmethod
@@ -168,4 +211,6 @@ def leaf_notes(model: Model, plan: Plan) -> PyTree:
     """For each parameter why it is not spread as asked, or the empty string."""
     mesh = abstract_mesh(plan.mesh)
     layout = plan.layouts().params
-    return map_leaves(lambda path, leaf, axes: place(layout, axes, leaf.shape, mesh, path=path).note, model.shapes, model.axes)
+    return map_leaves(
+        lambda path, leaf, axes: place(layout, axes, leaf.shape, mesh, path=path).note, model.shapes, model.axes
+    )

@@ -16,13 +16,19 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax
 import pytest
+from hypothesis import settings
 
 from meshpar.mesh.build import build_mesh
 from meshpar.mesh.emulate import emulate
 from meshpar.mesh.spec import MeshSpec
 
+# Unoptimised code computes the same sums; compiling it takes half the time, and tests run for milliseconds.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 emulate(8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# The same examples in every run; no deadline, since a core may be busy with another device.
+settings.register_profile("meshpar", deadline=None, derandomize=True)
+settings.load_profile("meshpar")
 
 
 @pytest.fixture(scope="session")

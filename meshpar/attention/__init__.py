@@ -1,1 +1,1 @@
-"""Attention: one meaning (masks.py, reference.py) and several ways to compute it, chosen by the placement (attend.py)."""
+"""Attention: one meaning (masks.py, reference.py), several ways to compute it, chosen by the placement (attend.py)."""

@@ -1,12 +1,37 @@
-"""`attend`: attention by whichever backend suits the placement."""
+"""`attend`: attention as models call it, computed by the backend that the placement names.
+
+| backend | computed by | on |
+| --- | --- | --- |
+| auto | splash on TPU, cudnn on GPU, else xla; xla also where the kernel cannot | everywhere |
+| reference | reference.py: the whole score matrix | everywhere |
+| xla | blocked.py: plain XLA in blocks, no score kept | everywhere |
+| cudnn | cudnn.py: cuDNN's fused kernel | NVIDIA GPUs |
+| splash | splash.py: Pallas kernel | TPUs |
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from meshpar.attention.blocked import attention_blocked
+from meshpar.attention.cudnn import attention_cudnn, cudnn_refusal
+from meshpar.attention.masks import check_attention
 from meshpar.attention.reference import attention_reference
-from meshpar.layout.context import current
+from meshpar.attention.splash import attention_splash, splash_refusal
+from meshpar.layout.constrain import constrain
+from meshpar.layout.context import Placement, current
+from meshpar.layout.resolve import place
+from meshpar.layout.rules import did_you_mean
+
+BACKENDS = ("auto", "reference", "xla", "cudnn", "splash")
+_PLATFORM = {"cudnn": "gpu", "splash": "tpu"}
+
+_log = logging.getLogger("meshpar.attention")
 
 
 def attend(
@@ -22,10 +47,96 @@ def attend(
     dropout: float = 0.0,
     key: jax.Array | None = None,
 ) -> jax.Array:
+    """Grouped-query attention under the current placement.
+
+    The result is already tagged "attention" for selective rematerialisation. Where kv heads are not split like heads,
+    because there are fewer of them than devices, they are repeated first, so that each device computes its own heads.
+
+    Args:
+      q: `[batch, seq, heads, head_dim]`, any float dtype.
+      k, v: `[batch, seq, kv_heads, head_dim]`, the dtype of q.
+      segments: int32 `[batch, seq]`, 0 for padding; masks.py says what it, `causal` and `window` mean.
+      scale: factor on the scores before the softmax, 1/sqrt(head_dim) when None.
+      softcap: scores become softcap * tanh(scores / softcap).
+      dropout: share of the attention probabilities to drop; above 0 only "reference" can, and is used. Needs `key`.
+
+    Returns:
+      `[batch, seq, heads, head_dim]` in the dtype of q; exactly zero where a token may attend to nothing.
+
+    Raises:
+      ValueError: shapes or options that do not fit, an unknown backend, or one that the platform does not have.
+    """
+    check_attention(q, k, v, segments=segments, causal=causal, window=window, softcap=softcap)
     placement = current()
-    backend = "auto" if placement is None else placement.attention
-    if dropout > 0.0 or backend == "reference":
+    if placement is not None:
+        k, v = _match_heads(q, k, v, placement)
+    backend = _choose(q, k, segments, softcap, placement)
+    if backend == "reference" or dropout > 0.0:
         return attention_reference(
-            q, k, v, segments=segments, causal=causal, window=window, scale=scale, softcap=softcap, dropout=dropout, key=key
+            q,
+            k,
+            v,
+            segments=segments,
+            causal=causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            dropout=dropout,
+            key=key,
         )
-    return attention_blocked(q, k, v, segments=segments, causal=causal, window=window, scale=scale, softcap=softcap)
+    if backend == "cudnn":
+        return attention_cudnn(q, k, v, causal=causal, window=window, scale=scale)
+    compute = attention_splash if backend == "splash" else attention_blocked
+    return compute(q, k, v, segments=segments, causal=causal, window=window, scale=scale, softcap=softcap)
+
+
+def _choose(
+    q: jax.Array, k: jax.Array, segments: jax.Array | None, softcap: float | None, placement: Placement | None
+) -> str:
+    asked = "auto" if placement is None else placement.attention
+    if asked not in BACKENDS:
+        raise ValueError(f"attention={asked!r} is not one of {', '.join(BACKENDS)}{did_you_mean(asked, BACKENDS)}")
+    platform = _platform(placement)
+    if asked in _PLATFORM and platform != _PLATFORM[asked]:
+        raise ValueError(
+            f'attention="{asked}" runs on {_PLATFORM[asked]} and these devices are {platform}; '
+            'use attention="auto" or "xla"'
+        )
+    kernel = {"tpu": "splash", "gpu": "cudnn"}.get(platform) if asked == "auto" else asked
+    refusal = None
+    if kernel == "cudnn":
+        refusal = cudnn_refusal(q, segments=segments, softcap=softcap)
+    elif kernel == "splash":
+        refusal = splash_refusal(q, k)
+    if refusal is not None:
+        _say_once(f'{refusal}: attention="xla" is used instead')
+        return "xla"
+    return kernel or "xla"
+
+
+def _platform(placement: Placement | None) -> str:
+    """Where the program will run: the mesh's devices may be a topology that is not here."""
+    if placement is not None and isinstance(placement.mesh, Mesh):
+        return str(placement.mesh.devices.flat[0].platform)
+    return jax.default_backend()
+
+
+def _match_heads(q: jax.Array, k: jax.Array, v: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
+    """Keys and values, repeated to the number of query heads where the layout splits the two differently."""
+
+    def split(x: jax.Array, heads: str) -> tuple[object, ...]:
+        manual = placement.manual_axes
+        return tuple(
+            place(placement.layout, (heads,), x.shape[2:3], placement.mesh, path="attention", manual_axes=manual).spec
+        )
+
+    repeats = q.shape[2] // k.shape[2]
+    if repeats == 1 or split(q, "heads") == split(k, "kv_heads"):
+        return k, v
+    k, v = (constrain(jnp.repeat(x, repeats, axis=2), "batch seq heads head_dim") for x in (k, v))
+    return k, v
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning(message)

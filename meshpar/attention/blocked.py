@@ -1,13 +1,15 @@
 """Attention in plain XLA, in blocks of queries, that keeps no score for the backward.
 
-Idea: the forward keeps the output and the log-sum-exp of each row (FlashAttention, Dao et al. 2022, algorithms 1 and 4); the backward makes the
-probabilities again from q, k and that one number. Each block of queries reads only the keys that its causal and window bounds leave, as static
-slices: about half the work of a full matrix. A block's scores are whole rows, so no online softmax is needed; the largest array is
-`[batch, heads, BLOCK, kv_seq]` in fp32.
+Idea: the forward keeps the output and the log-sum-exp of each row (FlashAttention, Dao et al. 2022, algorithms 1 and
+4); the backward makes the probabilities again from q, k and that one number. Each block of queries reads only the
+keys that its causal and window bounds leave, as static slices: about half the work of a full matrix. A block's scores
+are whole rows, so no online softmax is needed; the largest array is `[batch, heads, BLOCK, kv_seq]` in fp32.
 
-Up to `GROUPS` blocks are written out one by one. Longer sequences scan over the blocks of a group, which all read the keys of the whole group.
-Inside, arrays are `[batch, kv_heads, group, rows, head_dim]`: batch and kv heads are batch dims of every product, so splitting them over devices
-needs no communication.
+Up to `GROUPS` blocks are written out one by one. Longer sequences scan over the blocks of a group, which all read the
+keys of the whole group.
+
+Inside, arrays are `[batch, kv_heads, group, rows, head_dim]`: batch and kv heads are batch
+dims of every product, so splitting them over devices needs no communication.
 """
 
 from __future__ import annotations
@@ -59,13 +61,15 @@ def attention_blocked(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """`attention_reference` without dropout: the same arguments, the same result up to rounding, memory linear in the sequence.
+    """`attention_reference` without dropout: the same arguments, the same result up to rounding, memory linear in the
+    sequence.
 
-    The output and the log-sum-exp are tagged "attention" here, because the backward needs both: a caller's own tag would keep only the first.
+    The output and the log-sum-exp are tagged "attention" here, because the backward needs both: a caller's own tag
+    would keep only the first.
     """
     check_attention(q, k, v, segments=segments, causal=causal, window=window, softcap=softcap)
-    options = _Options(causal=causal, window=window, scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap)
-    return _attention(options, q, k, v, segments)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _attention(_Options(causal=causal, window=window, scale=scale, softcap=softcap), q, k, v, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -79,24 +83,35 @@ def _forward(
     queries, keys, values = _grouped(q, k.shape[2]), _heads_first(k), _heads_first(v)
     outs, log_sums = [], []
     for piece in _pieces(q.shape[1], k.shape[1], options):
-        key_rows, value_rows = keys[:, :, piece.low : piece.high], values[:, :, piece.low : piece.high]
-
-        def block(start: int | jax.Array, rows: jax.Array, piece=piece, key_rows=key_rows, value_rows=value_rows):  # type: ignore[no-untyped-def]
-            scores, _ = _scores(options, rows, key_rows, start, piece, segments)
-            highest = scores.max(axis=-1, keepdims=True)
-            highest = jnp.where(highest == -jnp.inf, 0.0, highest)
-            weights = jnp.exp(scores - highest)
-            total = weights.sum(axis=-1, keepdims=True)
-            empty = total == 0.0  # a query that sees nothing: out 0, and a log-sum-exp that makes its probabilities 0 in the backward
-            out = _product("bngrk,bnkd->bngrd", weights.astype(v.dtype), value_rows) / jnp.where(empty, 1.0, total)
-            return out.astype(q.dtype), jnp.where(empty, jnp.inf, highest + jnp.log(jnp.where(empty, 1.0, total)))
-
+        block = functools.partial(_forward_block, options, piece, segments, _seen(piece, keys), _seen(piece, values))
         out, log_sum = _over_blocks(block, piece, queries)
         outs.append(out)
         log_sums.append(log_sum)
     out = save_name(_ungrouped(jnp.concatenate(outs, axis=3)), "attention")
     log_sum = save_name(jnp.concatenate(log_sums, axis=3), "attention")
     return out, (q, k, v, segments, out, log_sum)
+
+
+def _forward_block(
+    options: _Options,
+    piece: _Piece,
+    segments: jax.Array | None,
+    keys: jax.Array,
+    values: jax.Array,
+    start: int | jax.Array,
+    rows: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The output of some rows of queries, and the log-sum-exp of each."""
+    scores, _ = _scores(options, piece, segments, keys, start, rows)
+    highest = scores.max(axis=-1, keepdims=True)
+    highest = jnp.where(highest == -jnp.inf, 0.0, highest)
+    weights = jnp.exp(scores - highest)
+    total = weights.sum(axis=-1, keepdims=True)
+    # A query that sees nothing: output 0, and a log-sum-exp that makes its probabilities 0 in the backward.
+    empty = total == 0.0
+    total = jnp.where(empty, 1.0, total)
+    out = _product("bngrk,bnkd->bngrd", weights.astype(values.dtype), values) / total
+    return out.astype(rows.dtype), jnp.where(empty, jnp.inf, highest + jnp.log(total))
 
 
 def _backward(
@@ -108,34 +123,53 @@ def _backward(
     inner = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     d_outs, inner = _grouped(d_out, k.shape[2]), _grouped(inner, k.shape[2])
     d_queries = []
-    d_keys, d_values = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    d_keys = d_values = jnp.zeros((*keys.shape[:2], keys.shape[3], keys.shape[2]), jnp.float32)
     for piece in _pieces(q.shape[1], k.shape[1], options):
-        key_rows, value_rows = keys[:, :, piece.low : piece.high], values[:, :, piece.low : piece.high]
-
-        def block(start, rows, d_rows, inner_rows, log_rows, piece=piece, key_rows=key_rows, value_rows=value_rows):  # type: ignore[no-untyped-def]
-            scores, slope = _scores(options, rows, key_rows, start, piece, segments)
-            weights = jnp.exp(scores - log_rows)
-            d_weights = _product("bngrd,bnkd->bngrk", d_rows, value_rows)
-            d_scores = weights * (d_weights - inner_rows) * (options.scale if slope is None else options.scale * slope)
-            d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
-            d_rows_q = _product("bngrk,bnkd->bngrd", d_scores, key_rows).astype(q.dtype)
-            return d_rows_q, _product("bngrk,bngrd->bnkd", d_scores, rows), _product("bngrk,bngrd->bnkd", weights, d_rows)
-
+        block = functools.partial(_backward_block, options, piece, segments, _seen(piece, keys), _seen(piece, values))
         d_query, d_key, d_value = _over_blocks(block, piece, queries, d_outs, inner, log_sum, summed=2)
         d_queries.append(d_query)
-        d_keys = d_keys.at[:, :, piece.low : piece.high].add(d_key)
-        d_values = d_values.at[:, :, piece.low : piece.high].add(d_value)
+        d_keys = d_keys.at[..., piece.low : piece.high].add(d_key)
+        d_values = d_values.at[..., piece.low : piece.high].add(d_value)
     d_q = _ungrouped(jnp.concatenate(d_queries, axis=3))
-    return d_q, _heads_first(d_keys).astype(k.dtype), _heads_first(d_values).astype(v.dtype), None
+    return d_q, d_keys.transpose(0, 3, 1, 2).astype(k.dtype), d_values.transpose(0, 3, 1, 2).astype(v.dtype), None
+
+
+def _backward_block(
+    options: _Options,
+    piece: _Piece,
+    segments: jax.Array | None,
+    keys: jax.Array,
+    values: jax.Array,
+    start: int | jax.Array,
+    rows: jax.Array,
+    d_rows: jax.Array,
+    inner: jax.Array,
+    log_sum: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What some rows of queries add to the gradients of themselves, the keys and the values (both `[..., d, keys]`)."""
+    scores, slope = _scores(options, piece, segments, keys, start, rows)
+    weights = jnp.exp(scores - log_sum)
+    d_scores = weights * (_product("bngrd,bnkd->bngrk", d_rows, values) - inner) * options.scale
+    if slope is not None:
+        d_scores = d_scores * slope
+    d_scores, weights = d_scores.astype(rows.dtype), weights.astype(rows.dtype)
+    d_query = _product("bngrk,bnkd->bngrd", d_scores, keys).astype(rows.dtype)
+    # The narrow operand comes first: XLA:CPU writes the first one transposed.
+    return d_query, _product("bngrd,bngrk->bndk", rows, d_scores), _product("bngrd,bngrk->bndk", d_rows, weights)
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def _scores(
-    options: _Options, rows: jax.Array, keys: jax.Array, start: int | jax.Array, piece: _Piece, segments: jax.Array | None
+    options: _Options,
+    piece: _Piece,
+    segments: jax.Array | None,
+    keys: jax.Array,
+    start: int | jax.Array,
+    rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Masked scores `[batch, kv_heads, group, rows, keys]` in fp32, -inf where masked, and the softcap's derivative (None without one)."""
+    """Scores `[batch, kv_heads, group, rows, keys]` in fp32, -inf where masked; the softcap's derivative or None."""
     scores = _product("bngrd,bnkd->bngrk", rows, keys) * options.scale
     slope = None
     if options.softcap is not None:
@@ -158,6 +192,10 @@ def _scores(
     return jnp.where(mask[:, None, None], scores, -jnp.inf), slope
 
 
+def _seen(piece: _Piece, keys: jax.Array) -> jax.Array:
+    return keys[:, :, piece.low : piece.high]
+
+
 def _pieces(q_seq: int, kv_seq: int, options: _Options) -> Iterator[_Piece]:
     """Cuts the queries into pieces of whole blocks and one shorter remainder."""
     blocks = -(-(q_seq // BLOCK) // GROUPS) or 1  # in one piece
@@ -171,14 +209,18 @@ def _pieces(q_seq: int, kv_seq: int, options: _Options) -> Iterator[_Piece]:
         start += rows * count
 
 
-def _over_blocks(block: Callable[..., tuple[jax.Array, ...]], piece: _Piece, *arrays: jax.Array, summed: int = 0) -> tuple[jax.Array, ...]:
-    """`block(start, *rows)` for each block of a piece: its results joined along the rows, the last `summed` of them added up."""
+def _over_blocks(
+    block: Callable[..., tuple[jax.Array, ...]], piece: _Piece, *arrays: jax.Array, summed: int = 0
+) -> tuple[jax.Array, ...]:
+    """`block(start, *rows)` for each block: results joined along the rows, the last `summed` of them added up."""
     stop = piece.start + piece.rows * piece.blocks
     rows = [x[:, :, :, piece.start : stop] for x in arrays]
     if piece.blocks == 1:
         return block(piece.start, *rows)
 
-    def body(sums: tuple[jax.Array, ...], scanned: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    def body(
+        sums: tuple[jax.Array, ...], scanned: tuple[jax.Array, ...]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         results = block(*scanned)
         joined, added = results[: len(results) - summed], results[len(results) - summed :]
         return tuple(a + b for a, b in zip(sums, added, strict=True)), joined

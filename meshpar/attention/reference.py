@@ -1,7 +1,8 @@
 """Attention as the formula says: softmax(q k^T * scale + mask) v, with the whole score matrix in fp32.
 
 The meaning that every other backend is tested against, and the only one with dropout on the probabilities.
-Source: Vaswani et al. 2017, section 3.2.1; grouped keys and values: Ainslie et al. 2023; softcap: Gemma 2 (2024), section 2.
+Source: Vaswani et al. 2017, section 3.2.1; grouped keys and values: Ainslie et al. 2023; softcap: Gemma 2 (2024),
+section 2.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def attention_reference(
       dropout: share of the probabilities set to zero, the rest scaled up; needs `key`, a typed PRNG key.
 
     Returns:
-      `[batch, seq, heads, head_dim]` in the dtype of q; exactly zero, with zero gradients, where a query may attend to nothing.
+      `[batch, seq, heads, head_dim]` in the dtype of q; exactly zero, with zero gradients, where a query may attend
+      to nothing.
 
     Raises:
       ValueError: shapes or options that do not fit, or dropout without a key.
@@ -54,7 +56,8 @@ def attention_reference(
     mask = attention_mask(
         jnp.arange(q_seq), jnp.arange(kv_seq), q_segments=segments, kv_segments=segments, causal=causal, window=window
     )[:, None, None]
-    # A row without any key: max is made 0 and the sum 1, so that its probabilities are 0 and not 0/0 (also in the gradient).
+    # A row without any key: max is made 0 and the sum 1, so that its probabilities are 0 and not 0/0 (also in the
+    # gradient).
     highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-jnp.inf)
     highest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(highest), highest, 0.0))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0.0)), 0.0)

@@ -1,6 +1,7 @@
 """Sampling under a training plan's own layout, so that a model can be looked at while it trains.
 
-Every new token runs the whole row again: one program, no cache, right for any layout. The cost grows with the square of the length, so rows are kept short.
+Every new token runs the whole row again: one program, no cache, right for any layout. The cost grows with the square of
+the length, so rows are kept short.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from meshpar.forward import Forward
 from meshpar.interfaces import Batch, PyTree
 from meshpar.layout.constrain import constrain
 from meshpar.layout.context import placed
-from meshpar.layout.resolve import place
 from meshpar.module import Model
 from meshpar.plan import Plan
 
@@ -51,7 +51,10 @@ def sample(
     length = max(len(prompt) for prompt in prompts) + new_tokens
     longest = getattr(model.config, "max_seq", length)
     if length > longest:
-        raise ValueError(f"prompt and continuation are {length} tokens and the model's max_seq is {longest}; ask for at most {longest - length + new_tokens} new ones")
+        raise ValueError(
+            f"prompt and continuation are {length} tokens and the model's max_seq is {longest}; "
+            f"ask for at most {longest - length + new_tokens} new ones"
+        )
     degree = plan.mesh.data * plan.mesh.fsdp
     tensor = plan.mesh.tensor if plan.sequence_parallel else 1
     rows = -(-len(prompts) // degree) * degree
@@ -79,7 +82,9 @@ def _runner(model: Model, plan: Plan, mesh: Mesh, new_tokens: int) -> Callable[.
                 batch = Batch(tokens=tokens, targets=tokens, weights=jnp.ones(tokens.shape, jnp.float32))
                 lm, x, _ = forward(params, batch, None)
                 last = jnp.take_along_axis(x, (ends + step - 1)[:, None, None], axis=1)
-                logits = lm.head(jnp.broadcast_to(last, (x.shape[0], plan.mesh.tensor if plan.sequence_parallel else 1, x.shape[2])))[:, 0]
+                logits = lm.head(
+                    jnp.broadcast_to(last, (x.shape[0], plan.mesh.tensor if plan.sequence_parallel else 1, x.shape[2]))
+                )[:, 0]
             logits = jnp.where(jnp.arange(logits.shape[-1]) < model.config.vocab, logits.astype(jnp.float32), -jnp.inf)
             drawn = jax.random.categorical(jax.random.fold_in(key, step), logits / jnp.maximum(temperature, 1e-6))
             new = jnp.where(temperature == 0, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)

@@ -1,1 +1,1 @@
-"""Layouts: logical axes to mesh axes, resolved to shardings, applied to activations, described as tables and pictures."""
+"""Layouts: logical axes to mesh axes, resolved to shardings, applied to activations, shown as tables and pictures."""

@@ -1,7 +1,7 @@
 """`constrain` and `einsum`: activations by the names of their axes.
 
-`constrain` is where a model meets its layout: it names the axes of an array and the current placement decides how GSPMD must split it there.
-Without a placement both are plain JAX, so a model runs and is tested without a mesh.
+`constrain` is where a model meets its layout: it names the axes of an array and the current placement decides how GSPMD
+must split it there. Without a placement both are plain JAX, so a model runs and is tested without a mesh.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ def constrain(x: jax.Array, axes: str, *, name: str = "activation") -> jax.Array
       name: what the array is called in errors.
 
     Raises:
-      ValueError: an unknown axis, a wrong number of axes, a dim that does not divide, or a mesh axis that would split two dims.
+      ValueError: an unknown axis, a wrong number of axes, a dim that does not divide, or a mesh axis that would split
+        two dims.
     """
     placement = current()
     if placement is None:
         return x
     logical = tuple(None if axis == "_" else axis for axis in axes.split())
-    spec = place(placement.layout, logical, x.shape, placement.mesh, path=f"{name} {axes!r}", manual_axes=placement.manual_axes).spec
+    spec = place(
+        placement.layout, logical, x.shape, placement.mesh, path=f"{name} {axes!r}", manual_axes=placement.manual_axes
+    ).spec
     if placement.mesh.size == 1:  # a constraint would only be in the way of fusion
         return x
     if placement.manual_axes:  # inside shard_map the mesh in context knows which axes are manual
@@ -53,15 +56,26 @@ def einsum(equation: str, *operands: jax.Array, preferred_element_type: DTypeLik
     inputs, output = equation.split("->")
     terms = [term.split() for term in inputs.split(",")]
     if len(terms) != len(operands):
-        raise ValueError(f"einsum {equation!r} names {len(terms)} operands and got {len(operands)}; give one array for each")
+        raise ValueError(
+            f"einsum {equation!r} names {len(terms)} operands and got {len(operands)}; give one array for each"
+        )
     for term, operand in zip(terms, operands, strict=True):
         if len(term) != operand.ndim:
-            raise ValueError(f"einsum {equation!r}: {' '.join(term)!r} names {len(term)} axes of the shape {operand.shape}; name each dim once")
+            raise ValueError(
+                f"einsum {equation!r}: {' '.join(term)!r} names {len(term)} axes of the shape {operand.shape}; "
+                "name each dim once"
+            )
     names = dict.fromkeys(name for term in terms for name in term)
     letters = dict(zip(names, string.ascii_letters, strict=False))
     missing = [name for name in output.split() if name not in letters]
     if missing:
-        raise ValueError(f"einsum {equation!r}: {missing[0]!r} is in the result and in no operand; drop it or name it in an operand")
-    formula = ",".join("".join(letters[name] for name in term) for term in terms) + "->" + "".join(letters[name] for name in output.split())
+        raise ValueError(
+            f"einsum {equation!r}: {missing[0]!r} is in the result and in no operand; drop it or name it in an operand"
+        )
+    formula = (
+        ",".join("".join(letters[name] for name in term) for term in terms)
+        + "->"
+        + "".join(letters[name] for name in output.split())
+    )
     result = jnp.einsum(formula, *operands, preferred_element_type=preferred_element_type)
     return constrain(result, output, name="einsum result")

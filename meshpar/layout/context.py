@@ -1,7 +1,8 @@
 """`Placement`: what model code may know of the plan while one step is traced.
 
-The step builder enters a placement *inside* the traced function. A context variable that is read in jitted code is not part of jit's cache key, so a
-placement entered outside could be ignored by a program that was compiled under another one.
+The step builder enters a placement *inside* the traced function. A context variable that is read in jitted code is not
+part of jit's cache key, so a placement entered outside could be ignored by a program that was compiled under another
+one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from meshpar.layout.rules import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The mesh, the layout of activations and weights in use, and which implementation each shardable operation takes."""
+    """The mesh, the layout of activations and weights in use, and the implementation of each shardable operation."""
 
     mesh: Mesh | AbstractMesh
     layout: Layout

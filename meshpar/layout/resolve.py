@@ -1,8 +1,9 @@
 """From logical axes and shapes to PartitionSpecs: `place` for one array, `shardings` for a tree.
 
-Rules first, then `spread`: each spread axis goes to the first dim that divides, whole dims before split ones and large before small, and never to
-"layers" (the layer loop slices it). An array where no dim divides stays whole over that axis, and its placement says so in a note.
-A rule that does not divide is an error: XLA would pad or silently replicate.
+Rules first, then `spread`: the spread axes go to the first dim that divides by all of them, else one by one, largest
+degree first, each to the first dim that divides by it. Whole dims come before split ones and large before small;
+"layers" never takes part (the layer loop slices it). An array where no dim divides stays whole over that axis, and its
+placement says so in a note. A rule that does not divide is an error: XLA would pad or silently replicate.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ def place(
     """Where the blocks of one array lie.
 
     Args:
-      axes: the logical axis of each dim, None for a dim that is never split.
+      axes: the logical axis of each dim, None for a dim that no rule splits.
       path: what the array is called in errors.
       manual_axes: mesh axes that a surrounding `shard_map` has already split; they are left out.
 
     Raises:
-      ValueError: axes and shape differ in length, a rule does not divide its dim, or one mesh axis would split two dims.
+      ValueError: axes and shape differ in length, a rule does not divide its dim, or one mesh axis would split two
+        dims.
     """
     if len(axes) != len(shape):
         raise ValueError(f"{path}: {len(axes)} logical axes {axes} for the shape {shape}; name each dim once")
@@ -58,31 +60,47 @@ def place(
         rule = None if logical is None else layout.rule(logical)
         wanted = tuple(axis for axis in rule.mesh_axes if axis in degrees) if rule else ()
         degree = math.prod(degrees[axis] for axis in wanted)
-        if rule and rule.replicate_if_fewer and degree > shape[dim] and degree % shape[dim] == 0:
+        if rule and rule.replicate_if_fewer and 0 < shape[dim] < degree and degree % shape[dim] == 0:
             notes.append(f"{logical}={shape[dim]} is fewer than {'*'.join(wanted)}={degree}: whole on each")
             wanted = ()
         elif shape[dim] % degree:
             raise ValueError(_indivisible(path, dim, str(logical), shape[dim], "*".join(wanted), degree))
         for axis in wanted:
             if axis in used:
-                raise ValueError(f"{path} {axes}: mesh axis {axis!r} would split two dims, by {used[axis]} and {rule}; drop one of the rules")
+                raise ValueError(
+                    f"{path} {axes}: mesh axis {axis!r} would split two dims, by {used[axis]} and {rule}; "
+                    "drop one of the rules"
+                )
             used[axis] = rule
         dims.append(wanted)
     spread = tuple(axis for axis in layout.spread if axis in degrees and axis not in used)
     left = _spread(dims, axes, shape, spread, degrees)
     if left:
-        notes.append(f"whole over {' '.join(left)}: no dim of {shape} divides by {'*'.join(str(degrees[a]) for a in left)}")
+        sizes = [
+            "/".join([f"{logical or '_'}={size}", *split])
+            for logical, size, split in zip(axes, shape, dims, strict=True)
+            if logical != "layers"
+        ]
+        by = " or ".join(dict.fromkeys(str(degrees[axis]) for axis in left))
+        why = f"no dim of {' '.join(sizes)} divides by {by}" if sizes else "no dim to split"
+        notes.append(f"whole over {' '.join(left)}: {why}")
     return Placed(spec=_spec(dims), note="; ".join(notes))
 
 
 def shardings(layout: Layout, axes: PyTree, shapes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """`place` over a tree: a NamedSharding for each leaf of `shapes` (anything with `.shape`); `axes` is a like tree of tuples."""
-    return map_leaves(lambda path, leaf, leaf_axes: NamedSharding(mesh, place(layout, leaf_axes, leaf.shape, mesh, path=path).spec), shapes, axes)
+    """`place` over a tree: a NamedSharding for each leaf of `shapes`; `axes` is a like tree of tuples."""
+    return map_leaves(
+        lambda path, leaf, leaf_axes: NamedSharding(mesh, place(layout, leaf_axes, leaf.shape, mesh, path=path).spec),
+        shapes,
+        axes,
+    )
 
 
 def map_leaves(function: Callable[[str, Any, Axes], T], tree: PyTree, axes: PyTree) -> PyTree:
     """`function(path, leaf, axes)` for each leaf; `axes` has the structure of `tree` with a tuple at each leaf."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf, leaf_axes: function(path_name(path), leaf, leaf_axes), tree, axes)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, leaf_axes: function(path_name(path), leaf, leaf_axes), tree, axes
+    )
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -90,8 +108,13 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _spread(dims: list[tuple[str, ...]], axes: Axes, shape: tuple[int, ...], spread: tuple[str, ...], degrees: Mapping[str, int]) -> tuple[str, ...]:
-    """Adds the spread axes to `dims`: all on one dim if one divides by their product, else each where it fits. Returns those that fit nowhere."""
+def _spread(
+    dims: list[tuple[str, ...]], axes: Axes, shape: tuple[int, ...], spread: tuple[str, ...], degrees: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Adds the spread axes to `dims`: all on one dim if one divides by their product, else each where it fits.
+
+    Returns those that fit nowhere.
+    """
 
     def first_dim(group: tuple[str, ...]) -> int | None:
         candidates = [dim for dim, logical in enumerate(axes) if logical != "layers"]
@@ -101,7 +124,10 @@ def _spread(dims: list[tuple[str, ...]], axes: Axes, shape: tuple[int, ...], spr
                 return dim
         return None
 
-    groups = [spread] if spread and first_dim(spread) is not None else [(axis,) for axis in spread]
+    if spread and first_dim(spread) is not None:
+        groups = [spread]
+    else:
+        groups = [(axis,) for axis in sorted(spread, key=lambda axis: -degrees[axis])]
     left: list[str] = []
     for group in groups:
         dim = first_dim(group)
@@ -123,6 +149,6 @@ def _indivisible(path: str, dim: int, logical: str, size: int, axes: str, degree
     choices = [str(d) for d in range(degree, 0, -1) if size % d == 0 and d < degree]
     padded = -(-size // degree) * degree
     return (
-        f"{logical}={size} is not divisible by {axes}={degree} ({path}, dim {dim}); choose {axes} in {{{', '.join(choices)}}} "
-        f"or make {logical} {padded}"
+        f"{logical}={size} is not divisible by {axes}={degree} ({path}, dim {dim}); "
+        f"choose {axes} in {{{', '.join(choices)}}} or make {logical} {padded}"
     )

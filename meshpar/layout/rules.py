@@ -1,7 +1,8 @@
 """Layouts: which mesh axes carry which logical axis of an array.
 
-A `Rule` maps one logical axis to mesh axes; a `Layout` is a set of rules plus `spread`, the mesh axes that go to whichever dim of a leaf
-divides (ZeRO). One mapping *is* the parallel strategy, as in Mesh-TensorFlow (Shazeer et al. 2018) and haliax; a layout knows no devices.
+A `Rule` maps one logical axis to mesh axes; a `Layout` is a set of rules plus `spread`, the mesh axes that go to
+whichever dim of a leaf divides (ZeRO). One mapping *is* the parallel strategy, as in Mesh-TensorFlow (Shazeer et al.
+2018) and haliax; a layout knows no devices.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class Rule:
     source: str
     replicate_if_fewer: bool = False  # a dim smaller than the degree is kept whole instead of refused (kv heads)
 
+    def __post_init__(self) -> None:
+        _refuse_repeats(self.mesh_axes, str(self))
+
     def __str__(self) -> str:
         return f"{self.logical} -> {' '.join(self.mesh_axes) or 'whole'} (from {self.source})"
 
@@ -47,6 +51,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         merge_rules(self.rules)
+        _refuse_repeats(self.spread, f"spread over {' '.join(self.spread)}")
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self.rules)
@@ -60,8 +65,8 @@ class Layout:
             return None
         known = [*LOGICAL_AXES, *(rule.logical for rule in self.rules)]
         raise ValueError(
-            f"unknown logical axis {logical!r}{did_you_mean(logical, known)}; known are {', '.join(known)}, and a plan declares "
-            f'more by rules={{"{logical}": ()}}'
+            f"unknown logical axis {logical!r}{did_you_mean(logical, known)}; known are {', '.join(known)}, "
+            f'and a plan declares more by rules={{"{logical}": ()}}'
         )
 
     def override(self, rules: Iterable[Rule]) -> Layout:
@@ -77,8 +82,16 @@ def merge_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     for rule in rules:
         first = merged.setdefault(rule.logical, rule)
         if first.mesh_axes != rule.mesh_axes:
-            raise ValueError(f"two rules for {rule.logical!r}: {first} and {rule}; drop one, or state yours in Plan(rules=...)")
+            raise ValueError(
+                f"two rules for {rule.logical!r}: {first} and {rule}; drop one, or state yours in Plan(rules=...)"
+            )
     return tuple(merged.values())
+
+
+def _refuse_repeats(mesh_axes: tuple[str, ...], where: str) -> None:
+    for axis in mesh_axes:
+        if mesh_axes.count(axis) > 1:
+            raise ValueError(f"{where}: mesh axis {axis!r} is named twice and can split a dim once; drop one")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,8 +1,9 @@
 """Cross-entropy of next tokens: over a vocabulary split between devices, and over pieces of the sequence.
 
-`cross_entropy` never gathers logits. The target's logit is found by comparing a counter with the target and summing, so that maximum, sum and target are
-per-device reductions and one number a token is all-reduced (Megatron-LM, Shoeybi et al. 2019, section 3). Its backward writes the gradient of the
-logits once, in their dtype. `chunked_cross_entropy` makes logits for a piece of the sequence at a time and makes them again in the backward.
+`cross_entropy` never gathers logits. The target's logit is found by comparing a counter with the target and summing,
+so that maximum, sum and target are per-device reductions and one number a token is all-reduced (Megatron-LM, Shoeybi
+et al. 2019, section 3). Its backward writes the gradient of the logits once, in their dtype. `chunked_cross_entropy`
+makes logits for a piece of the sequence at a time and makes them again in the backward.
 
 Cost with the vocabulary over n devices: all-reduces of 3 fp32 numbers a token (4 with smoothing), forward only.
 """
@@ -29,30 +30,37 @@ class _Options:
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, *, vocab: int, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[jax.Array, Parts]:
-    """Loss of each token, in fp32: (1 - label_smoothing) * nll + label_smoothing * (mean nll over the vocabulary) + z_loss * lse².
+    """Loss of each token: (1 - label_smoothing) * nll + label_smoothing * mean nll of the vocabulary + z_loss * lse².
 
     Args:
-      logits: `[batch, seq, vocab_padded]`, any float dtype, `vocab_padded` >= `vocab`; entries from `vocab` on are padding and count as -inf.
+      logits: `[batch, seq, vocab_padded]`, any float dtype, `vocab_padded` >= `vocab`; entries from `vocab` on are
+        padding and count as -inf.
       targets: int32 `[batch, seq]`; one outside `[0, vocab)` has the logit 0, so give it the weight 0.
       vocab: the true size of the vocabulary, global whatever the layout.
       z_loss: weight of the squared log-sum-exp (PaLM, Chowdhery et al. 2022, section 5; 1e-4 there).
       label_smoothing: share of the target spread evenly over the true vocabulary (Szegedy et al. 2016, section 7).
 
     Returns:
-      The loss, fp32 `[batch, seq]`, and its parts of the same shape: "nll", the plain negative log likelihood, and "z", z_loss * lse².
+      The loss, fp32 `[batch, seq]`, and its parts of the same shape: "nll", the plain negative log likelihood, and
+      "z", z_loss * lse².
 
     Raises:
       ValueError: shapes or options that do not fit.
     """
     if logits.ndim != targets.ndim + 1 or logits.shape[:-1] != targets.shape:
-        raise ValueError(f"logits {logits.shape} must be the shape of targets {targets.shape} with the vocabulary behind; check both")
+        raise ValueError(
+            f"logits {logits.shape} must be the shape of targets {targets.shape} with the vocabulary behind; check both"
+        )
     if not 0 < vocab <= logits.shape[-1]:
-        raise ValueError(f"vocab={vocab} must be between 1 and the {logits.shape[-1]} logits of a token; pass the true size of the vocabulary")
+        raise ValueError(
+            f"vocab={vocab} must be between 1 and the {logits.shape[-1]} logits of a token; pass the true vocabulary"
+        )
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1; 0.1 is usual")
     if z_loss < 0.0:
         raise ValueError(f"z_loss={z_loss} must not be negative; 1e-4 is usual")
-    loss, nll, z = _cross_entropy(_Options(vocab=vocab, z_loss=z_loss, label_smoothing=label_smoothing), logits, targets)
+    options = _Options(vocab=vocab, z_loss=z_loss, label_smoothing=label_smoothing)
+    loss, nll, z = _cross_entropy(options, logits, targets)
     return loss, {"nll": nll, "z": z}
 
 
@@ -64,7 +72,9 @@ def _cross_entropy(options: _Options, logits: jax.Array, targets: jax.Array) -> 
     return _forward(options, logits, targets)[0]
 
 
-def _forward(options: _Options, logits: jax.Array, targets: jax.Array) -> tuple[Triple, tuple[jax.Array, jax.Array, jax.Array]]:
+def _forward(
+    options: _Options, logits: jax.Array, targets: jax.Array
+) -> tuple[Triple, tuple[jax.Array, jax.Array, jax.Array]]:
     values = _true_logits(options, logits, -jnp.inf)
     highest = values.max(axis=-1)
     lse = highest + jnp.log(jnp.exp(values - highest[..., None]).sum(axis=-1))
@@ -128,8 +138,10 @@ def chunked_cross_entropy(
     Args:
       head: hidden states `[batch, any, embed]` to logits `[batch, any, vocab_padded]`.
       x: `[batch, seq, embed]`, the last hidden states.
-      targets, weights: int32 and fp32 `[batch, seq]`; a token of weight 0 adds exactly 0 to every sum, whatever its target.
-      chunk: positions of a row in one piece; None, or seq and more, makes all logits at once and keeps them for the backward.
+      targets, weights: int32 and fp32 `[batch, seq]`; a token of weight 0 adds exactly 0 to every sum, whatever its
+        target.
+      chunk: positions of a row in one piece; None, or seq and more, makes all logits at once and keeps them for the
+        backward.
       vocab, z_loss, label_smoothing: as in `cross_entropy`.
 
     Returns:
@@ -140,7 +152,10 @@ def chunked_cross_entropy(
     """
     batch, seq = targets.shape
     if x.shape[:2] != targets.shape or weights.shape != targets.shape:
-        raise ValueError(f"x {x.shape}, targets {targets.shape} and weights {weights.shape} must share [batch, seq]; check how the batch was cut")
+        raise ValueError(
+            f"x {x.shape}, targets {targets.shape} and weights {weights.shape} must share [batch, seq]; "
+            "check how the batch was cut"
+        )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1; use None for one piece")
 
@@ -154,7 +169,8 @@ def chunked_cross_entropy(
 
     if chunk is None or chunk >= seq:
         return *sums(x, targets, weights), weights.sum()
-    # A piece is every count-th position, not a run of neighbours: it then takes the same share of each device's part of a split sequence.
+    # A piece is every count-th position, not a run of neighbours: it then takes the same share of each device's part
+    # of a split sequence.
     count = -(-seq // chunk)
 
     def pieces(values: jax.Array) -> jax.Array:
@@ -165,5 +181,6 @@ def chunked_cross_entropy(
         return jax.tree.map(jnp.add, total, jax.checkpoint(sums, prevent_cse=False)(*piece)), None
 
     zero = jnp.zeros((), jnp.float32)
-    (loss, parts), _ = jax.lax.scan(add, (zero, {"nll": zero, "z": zero}), (pieces(x), pieces(targets), pieces(weights)))
+    start = (zero, {"nll": zero, "z": zero})
+    (loss, parts), _ = jax.lax.scan(add, start, (pieces(x), pieces(targets), pieces(weights)))
     return loss, parts, weights.sum()

@@ -5,8 +5,8 @@ sorted before they are placed, so the order in which they are passed changes not
 or nodes (GPU) with slow links between them, the outermost axes cross those links: in row-major order of the mesh every
 slice is one contiguous run. Inside a TPU slice `jax.experimental.mesh_utils` matches axes to the torus.
 
-`jax.make_mesh` is not used: it drops devices silently when the mesh is smaller. Axis types are passed explicitly because
-their default differs between jax's mesh classes and versions.
+`jax.make_mesh` is not used: it drops devices silently when the mesh is smaller. Axis types are passed explicitly: their
+default differs between jax's mesh classes and versions.
 """
 
 from __future__ import annotations

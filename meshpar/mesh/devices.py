@@ -1,4 +1,6 @@
-"""What a script settles before its first device call: which devices it runs on, and where compiled programs are kept."""
+"""What a script settles before its first device call: which devices it runs on, and where compiled programs are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -19,8 +22,8 @@ _PLUGINS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugi
 def choose_devices(spec: MeshSpec, count: int | None) -> Sequence[jax.Device]:
     """The devices for a mesh.
 
-    Without an accelerator it emulates `count` CPU devices, by default the mesh's product, or 8 when the mesh has a free axis. With one it takes all
-    devices, or the first `count`.
+    Without an accelerator it emulates `count` CPU devices, by default the mesh's product, or 8 when the mesh has a free
+    axis. With one it takes all devices, or the first `count`.
 
     Raises:
       ValueError: `count` is below 1 or more than there are.
@@ -29,21 +32,32 @@ def choose_devices(spec: MeshSpec, count: int | None) -> Sequence[jax.Device]:
         raise ValueError(f"--devices {count} is below 1; give a positive number, or leave it out")
     wanted = count or (8 if spec.has_free_axis else spec.product)
     if not backend_started():
-        if os.environ.get("JAX_PLATFORMS", "") not in ("", "cpu") or any(importlib.util.find_spec(name) for name in _PLUGINS):
-            jax.config.update("jax_num_cpu_devices", wanted)  # in case the plug-in finds no hardware
+        if os.environ.get("JAX_PLATFORMS", "") not in ("", "cpu") or any(
+            importlib.util.find_spec(name) for name in _PLUGINS
+        ):
+            config: Any = jax.config  # the annotations of jax 0.10 do not list the option
+            config.update("jax_num_cpu_devices", wanted)  # in case the plug-in finds no hardware
         else:
             emulate(wanted)
     devices = jax.devices()
     if devices[0].platform != "cpu" and count is None:
         return devices
     if wanted > len(devices):
-        fix = f"use a mesh of {len(devices)}, or start with --devices {wanted} before jax has started" if devices[0].platform == "cpu" else f"use at most {len(devices)}"
-        raise ValueError(f"{wanted} devices asked for and {len(devices)} {devices[0].platform} devices are there; {fix}")
+        fix = (
+            f"use a mesh of {len(devices)}, or start with --devices {wanted} before jax has started"
+            if devices[0].platform == "cpu"
+            else f"use at most {len(devices)}"
+        )
+        raise ValueError(
+            f"{wanted} devices asked for and {len(devices)} {devices[0].platform} devices are there; {fix}"
+        )
     return devices[:wanted]
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in ~/.cache/meshpar/xla, so that a second start of the same program does not compile; JAX_COMPILATION_CACHE_DIR moves it."""
+    """Keeps compiled programs in ~/.cache/meshpar/xla, so that a second start of the same program does not compile;
+    JAX_COMPILATION_CACHE_DIR moves it.
+    """
     if not jax.config.jax_compilation_cache_dir:
         home = Path(os.environ.get("MESHPAR_CACHE", Path.home() / ".cache" / "meshpar"))
         jax.config.update("jax_compilation_cache_dir", str(home / "xla"))

@@ -45,9 +45,10 @@ def emulate(n: int) -> None:
             f"late to emulate {n}; call emulate({n}) before anything asks jax for devices, pass --devices {n}, or "
             f'start Python with JAX_PLATFORMS=cpu XLA_FLAGS="--xla_force_host_platform_device_count={n}"'
         )
-    flags = os.environ.get("XLA_FLAGS", "")
-    added = [f"--{name}={seconds}" for name, seconds in _COLLECTIVE_LIMITS.items() if name not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *added])
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags.startswith("-") or not flags:  # otherwise it names a file of flags, which we leave alone
+        added = [f"--{name}={seconds}" for name, seconds in _COLLECTIVE_LIMITS.items() if name not in flags]
+        os.environ["XLA_FLAGS"] = " ".join([flags, *added]).strip()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n)  # wins over --xla_force_host_platform_device_count in XLA_FLAGS
 

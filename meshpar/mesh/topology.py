@@ -1,4 +1,6 @@
-"""What hardware can do: the peak of its matrix units, for MFU. Sources: the vendors' data sheets, dense bf16, per device that jax shows."""
+"""What hardware can do: the peak of its matrix units, for MFU. Sources: the vendors' data sheets, dense bf16, per
+device that jax shows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ PEAK_BF16: dict[str, float] = {
 
 
 def peak_bf16(device_kind: str) -> float | None:
-    """FLOP/s of one device in bf16, None for hardware that is not in the table. GPU names come with their form factor behind."""
+    """FLOP/s of one device in bf16, None for hardware that is not in the table. GPU names come with their form
+    factor behind.
+    """
     if device_kind in PEAK_BF16:
         return PEAK_BF16[device_kind]
-    return next((peak for kind, peak in PEAK_BF16.items() if kind.startswith("NVIDIA") and device_kind.startswith(kind)), None)
+    return next(
+        (peak for kind, peak in PEAK_BF16.items() if kind.startswith("NVIDIA") and device_kind.startswith(kind)), None
+    )

@@ -1,1 +1,1 @@
-"""Parallel strategies as rules: each file returns a `Fragment`; `compose` merges them into the four layouts of a step."""
+"""Parallel strategies as rules: each file returns a `Fragment`; `compose` merges them into the layouts of a step."""

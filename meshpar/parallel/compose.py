@@ -1,5 +1,6 @@
 """Fragments of rules, and their merger into the four layouts of a step.
 
+The layouts, in the order in which a step meets them:
     params     how parameters are stored between steps
     compute    how weights and activations are split while they are used
     grads      how gradients are split once they are reduced
@@ -16,7 +17,7 @@ from meshpar.layout.rules import Layout, Rule, merge_rules
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """What one strategy asks for: rules on weights (all four layouts), rules on activations (compute only), and spreads for ZeRO."""
+    """What one strategy asks for: rules on weights (all layouts), on activations (compute only), spreads for ZeRO."""
 
     weights: tuple[Rule, ...] = ()
     activations: tuple[Rule, ...] = ()

@@ -1,12 +1,12 @@
-"""ZeRO: state that data-parallel ranks would hold in copies is spread over them. Source: Rajbhandari et al. 2020; FSDP: Zhao et al. 2023.
+"""ZeRO: state that data-parallel ranks would hold in copies is spread over them.
 
     stage  spread                                 communication a step, beside the gradients' reduction
     0      nothing
     1      optimizer state (and master weights)   all-gather of the new parameters
-    2      and gradients                          the reduction becomes a reduce-scatter (TPU, GPU; XLA:CPU all-reduces and slices)
-    3      and parameters (FSDP)                  all-gather of each layer's weights in the forward and again in the backward
+    2      and gradients                          the reduction becomes a reduce-scatter (CPU: all-reduce and slice)
+    3      and parameters (FSDP)                  all-gather of each layer's weights, forward and backward
 
-HSDP is stage 3 over `fsdp` alone while `data` replicates.
+HSDP is stage 3 over `fsdp` alone while `data` replicates. Sources: Rajbhandari et al. 2020; FSDP: Zhao et al. 2023.
 """
 
 from __future__ import annotations

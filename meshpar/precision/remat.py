@@ -1,8 +1,8 @@
 """Rematerialisation: which values of a block the forward keeps for the backward, by name.
 
-Models tag values with `save_name(x, "mlp_hidden")`; the plan says "none" (keep all that autodiff wants), "full" (keep only each block's input) or
-"selective" (keep the listed names). Gathered and cast weights are never kept: they would undo ZeRO 3 (one whole copy of every layer) and cost
-one more pass over memory than casting again.
+Models tag values with `save_name(x, "mlp_hidden")`; the plan says "none" (keep all that autodiff wants), "full" (keep
+only each block's input) or "selective" (keep the listed names). Gathered and cast weights are never kept: they would
+undo ZeRO 3 (one whole copy of every layer) and cost one more pass over memory than casting again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ SAVE_NAMES: dict[str, str] = {
 
 
 def save_name(x: jax.Array, name: str) -> jax.Array:
-    """Tags `x` for selective rematerialisation."""
-    assert name in SAVE_NAMES, name
+    """Tags `x` for selective rematerialisation. Raises ValueError for a name that is not in `SAVE_NAMES`."""
+    if name not in SAVE_NAMES:
+        raise ValueError(f"save_name={name!r} is not one of {', '.join(SAVE_NAMES)}; choose one of them")
     return checkpoint_name(x, name)
 
 
 def remat(function: Callable[..., Any], mode: Remat, save: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """`function` under the mode. `prevent_cse` is off: the function runs inside a scan, where XLA cannot merge the two forwards."""
+    """`function` under the mode; `save` are the names that "selective" keeps.
+
+    `prevent_cse` is off: the function runs inside a scan, where XLA cannot merge the two forwards.
+    """
     if mode == "full":
         policy = jax.checkpoint_policies.nothing_saveable
     elif mode == "selective":

@@ -1,6 +1,7 @@
 """Gradient accumulation: the gradient of a global batch as the sum over its microbatches, in fp32.
 
-Each microbatch's loss is already divided by the tokens of the *whole* batch, so the sum is exact whatever the split: no mean of means.
+Each microbatch's loss is already divided by the tokens of the *whole* batch, so the sum is exact whatever the split: no
+mean of means.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from meshpar.interfaces import Batch, PyTree
 GradFunction = Callable[[Batch, Any], tuple[PyTree, PyTree]]
 
 
-def accumulate(grad: GradFunction, batch: Batch, microbatches: int, constrain_grads: Callable[[PyTree], PyTree]) -> tuple[PyTree, PyTree]:
+def accumulate(
+    grad: GradFunction, batch: Batch, microbatches: int, constrain_grads: Callable[[PyTree], PyTree]
+) -> tuple[PyTree, PyTree]:
     """Sums `grad` over microbatches.
 
     Args:
-      batch: `[batch, seq]` leaves; microbatch m takes the rows m, m + microbatches, ..., so that every device slices its own rows.
+      batch: `[batch, seq]` leaves; microbatch m takes the rows m, m + microbatches, ..., so that every device slices
+        its own rows.
       constrain_grads: puts the accumulator into the gradient layout.
 
     Returns:
@@ -30,7 +34,9 @@ def accumulate(grad: GradFunction, batch: Batch, microbatches: int, constrain_gr
     if microbatches == 1:
         gradients, sums = grad(batch, 0)
         return constrain_grads(gradients), sums
-    split = jax.tree.map(lambda x: x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+    split = jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), batch
+    )
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), split)
     grad_shapes, sum_shapes = jax.eval_shape(grad, first, 0)
     zeros = (

@@ -1,6 +1,7 @@
 """`build`: a model, an optimizer and a plan become one compiled step.
 
-The placement is entered inside the traced function, shardings in and out are fixed and the state is donated, so nothing retraces or moves from step to step.
+The placement is entered inside the traced function, shardings in and out are fixed and the state is donated, so nothing
+retraces or moves from step to step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Training:
         return self._init(jax.random.key(seed))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step. `state` is donated: use the returned one. Metrics are on devices: reading one waits for the step."""
+        """One optimizer step. `state` is donated: use the returned one. Metrics are on devices: reading one waits
+        for the step.
+        """
         return self._step(state, batch)
 
     def evaluate(self, params: PyTree, batch: Batch) -> Metrics:
@@ -61,7 +64,11 @@ class Training:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; a target for restoring and for lowering."""
         shapes = jax.eval_shape(self._init, jax.random.key(0))
-        return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, self.shardings)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            self.shardings,
+        )
 
     def abstract_batch(self, *, packed: bool = False) -> Batch:
         """Shapes of a batch; with `packed` also segments and positions."""
@@ -106,6 +113,9 @@ def build(
     batch_sharding = NamedSharding(mesh, spec)
     shardings = state_shardings(model, tx, plan, mesh)
     forward = Forward(model, plan, mesh)
+    # Random numbers and inverse error functions take XLA:CPU many seconds to optimise, for a program that runs once;
+    # the values are the same bits.
+    init_options = {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else None
 
     def evaluate(params: PyTree, batch: Batch) -> Metrics:
         with placed(plan.placement(mesh)):
@@ -119,7 +129,9 @@ def build(
         seq=seq,
         shardings=shardings,
         batch_sharding=batch_sharding,
-        _init=jax.jit(functools.partial(init_state, model, tx, plan), out_shardings=shardings),
+        _init=jax.jit(
+            functools.partial(init_state, model, tx, plan), out_shardings=shardings, compiler_options=init_options
+        ),
         _step=jax.jit(
             make_step(model, tx, plan, mesh, objective),
             in_shardings=(shardings, batch_sharding),

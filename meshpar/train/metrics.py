@@ -23,7 +23,7 @@ def flops_per_token(model: Model, seq: int) -> float:
     """
     config = model.config
     table = 0 if getattr(config, "tied", False) else config.padded_vocab * config.embed
-    return 6.0 * (model.size - table) + 12.0 * config.layers * config.heads * config.head_dim * seq
+    return 6.0 * (model.size - table) + 12.0 * config.layers * config.heads * config.head_size * seq
 
 
 def mfu(flops: float, seconds: float, devices: Sequence[jax.Device]) -> float | None:

@@ -1,7 +1,8 @@
 """Optimizers and learning-rate schedules as values: `OptimizerConfig` makes an optax transformation.
 
-`build` takes any `optax.GradientTransformation`; this is the choice that recipes and the command line can write down. Schedules count optimizer updates,
-never microbatches, and weight decay skips norms and biases by name, so that stacking layers changes nothing.
+`build` takes any `optax.GradientTransformation`; this is the choice that recipes and the command line can write down.
+Schedules count optimizer updates, never microbatches, and weight decay skips norms and biases by name, so that stacking
+layers changes nothing.
 """
 
 from __future__ import annotations
@@ -40,19 +41,30 @@ class OptimizerConfig:
         for field, known in (("name", get_args(Name)), ("schedule", get_args(Schedule))):
             value = getattr(self, field)
             if value not in known:
-                raise ValueError(f"optimizer.{field}={value!r} is not one of {', '.join(known)}{did_you_mean(value, known)}; choose one of them")
+                raise ValueError(
+                    f"optimizer.{field}={value!r} is not one of {', '.join(known)}{did_you_mean(value, known)}; "
+                    "choose one of them"
+                )
         if self.lr <= 0:
             raise ValueError(f"optimizer.lr={self.lr} must be above 0; 3e-4 is usual")
         if self.warmup < 0:
             raise ValueError(f"optimizer.warmup={self.warmup} is negative; use 0 for none")
 
     def learning_rate(self, steps: int) -> optax.Schedule:
-        """Update number (from 0) to learning rate, for a run of `steps` updates; the peak is reached at update `warmup`."""
+        """Update number (from 0) to learning rate, for a run of `steps` updates; the peak is reached at update
+        `warmup`.
+        """
         if self.schedule == "constant":
-            return optax.join_schedules([optax.linear_schedule(0.0, self.lr, self.warmup), optax.constant_schedule(self.lr)], [self.warmup])
+            return optax.join_schedules(
+                [optax.linear_schedule(0.0, self.lr, self.warmup), optax.constant_schedule(self.lr)], [self.warmup]
+            )
         decay = max(steps - self.warmup, 1)
         return optax.join_schedules(
-            [optax.linear_schedule(0.0, self.lr, max(self.warmup, 1)), optax.cosine_decay_schedule(self.lr, decay, alpha=self.final_lr)], [self.warmup]
+            [
+                optax.linear_schedule(0.0, self.lr, max(self.warmup, 1)),
+                optax.cosine_decay_schedule(self.lr, decay, alpha=self.final_lr),
+            ],
+            [self.warmup],
         )
 
     def make(self, steps: int) -> optax.GradientTransformation:
@@ -60,7 +72,12 @@ class OptimizerConfig:
         if self.name == "sgd":
             return optax.sgd(self.learning_rate(steps), momentum=self.momentum or None)
         return optax.adamw(
-            self.learning_rate(steps), b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay, mask=decayed
+            self.learning_rate(steps),
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            mask=decayed,
         )
 
 

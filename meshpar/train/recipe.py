@@ -35,9 +35,8 @@ def load_recipe(name: str, *, default_module: str = "experiments.recipes") -> An
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
     }
     if function not in known:
-        raise ValueError(
-            f"unknown recipe {name!r}{did_you_mean(function, known)}; {module_name} has {', '.join(known)}"
-        )
+        hint = did_you_mean(function, known) or ";"
+        raise ValueError(f"unknown recipe {name!r}{hint} {module_name} has {', '.join(known)}")
     return known[function]()
 
 
@@ -125,10 +124,11 @@ def _short_names(recipe: Any) -> list[str]:
 
 def _unknown(key: str, part: _Open, recipe: Any) -> str:
     here = list(fields(part.cls))
-    known = [f"{part.key}.{name}".lstrip(".") for name in here] + [entry.key for entry in describe_keys(recipe)]
+    path = part.key if key.startswith(f"{SHORT}.") else part.key.removeprefix(f"{SHORT}.")
+    known = [f"{path}.{name}".lstrip(".") for name in here] + [entry.key for entry in describe_keys(recipe)]
     same = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    hint = f"; did you mean {same[0]!r}?" if same else did_you_mean(key, dict.fromkeys(known))
-    return f"unknown key {key!r}{hint}; {part.key or 'the recipe'} has {', '.join(here)}"
+    hint = f"; did you mean {same[0]!r}?" if same else did_you_mean(key, dict.fromkeys(known)) or ";"
+    return f"unknown key {key!r}{hint} {path or 'the recipe'} has {', '.join(here)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def _comments(cls: type) -> dict[str, str]:
         if comment := re.fullmatch(r"\s+#\s*(.*)", line):
             above.append(comment[1])
         elif field := re.match(r"    (\w+)\s*:[^#]*(?:#\s*(.*))?", line):
-            found[field[1]] = re.split(r"(?<=[.:;]) ", " ".join(above) or field[2] or "")[0]
+            found[field[1]] = re.split(r"(?<=[.]) ", " ".join(above) or field[2] or "")[0]
             above = []
         else:
             above = []

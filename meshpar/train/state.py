@@ -21,7 +21,8 @@ from meshpar.plan import Plan
 class TrainState:
     """What is trained and how far it is.
 
-    `params` are fp32, or the compute-dtype copy of `master` with precision.storage=copy. `key` never changes: each step folds its number in.
+    `params` are fp32, or the compute-dtype copy of `master` with precision.storage=copy. `key` never changes: each step
+    folds its number in.
     """
 
     step: jax.Array  # int32 scalar: optimizer updates so far
@@ -54,7 +55,8 @@ class _Like:
 
 
 def state_shardings(model: Model, tx: optax.GradientTransformation, plan: Plan, mesh: Mesh) -> TrainState:
-    """A NamedSharding for every leaf of the state: parameters in the plan's params layout, master and moments in its optimizer layout.
+    """A NamedSharding for every leaf of the state: parameters in the plan's params layout, master and moments in its
+    optimizer layout.
 
     Optimizer leaves that have no parameter's shape (counts, factored moments) are replicated.
     """
@@ -71,6 +73,8 @@ def state_shardings(model: Model, tx: optax.GradientTransformation, plan: Plan, 
         step=replicated,
         params=shardings(layouts.params, model.axes, model.shapes, mesh),
         master=optimizer if plan.precision.has_master else None,
-        opt_state=optax.tree_utils.tree_map_params(tx, of_leaf, opt_shapes, like, transform_non_params=lambda _: replicated),
+        opt_state=optax.tree_utils.tree_map_params(
+            tx, of_leaf, opt_shapes, like, transform_non_params=lambda _: replicated
+        ),
         key=replicated,
     )

@@ -1,7 +1,8 @@
 """One training step: a pure function of (state, batch), the same for every plan.
 
     loss = sum over tokens of weight * loss / sum of weights of the global batch
-    gradients of the stored parameters, reduced into the gradient layout; clipped by their global norm; one optimizer update in the optimizer's layout
+    gradients of the stored parameters, reduced into the gradient layout; clipped by their global norm; one optimizer
+    update in the optimizer's layout
 
 The plan shows only in layout constraints; GSPMD adds the communication.
 """
@@ -41,7 +42,9 @@ class Objective:
 
 
 def loss_sums(forward: Forward, objective: Objective, params: PyTree, batch: Batch, key: jax.Array | None) -> Metrics:
-    """Sums over a (micro)batch: `loss` with all its extras, `nll` without, `tokens` (the weights), each auxiliary loss by name. fp32 scalars."""
+    """Sums over a (micro)batch: `loss` with all its extras, `nll` without, `tokens` (the weights), each auxiliary
+    loss by name. fp32 scalars.
+    """
     lm, x, aux = forward(params, batch, key)
     loss, parts, tokens = chunked_cross_entropy(
         lm.head,
@@ -58,8 +61,12 @@ def loss_sums(forward: Forward, objective: Objective, params: PyTree, batch: Bat
     return {"loss": loss, "tokens": tokens, **parts, **aux}
 
 
-def gradients(forward: Forward, objective: Objective, params: PyTree, batch: Batch, key: jax.Array | None) -> tuple[PyTree, Metrics]:
-    """Raw gradients of the mean loss per token of the global batch, in the gradient layout, and the sums of `loss_sums`."""
+def gradients(
+    forward: Forward, objective: Objective, params: PyTree, batch: Batch, key: jax.Array | None
+) -> tuple[PyTree, Metrics]:
+    """Raw gradients of the mean loss per token of the global batch, in the gradient layout, and the sums of
+    `loss_sums`.
+    """
     tokens = jnp.sum(batch.weights)
     tokens = jnp.where(tokens > 0, tokens, 1.0)  # a batch without a target has loss 0 and gradients 0
 
@@ -73,11 +80,17 @@ def gradients(forward: Forward, objective: Objective, params: PyTree, batch: Bat
         return jax.grad(mean_loss, has_aux=True)(params)
 
     layout = forward.plan.layouts().grads
-    return accumulate(of_microbatch, batch, forward.plan.accumulate, lambda tree: _into(layout, forward.model, forward.mesh, tree))
+    return accumulate(
+        of_microbatch, batch, forward.plan.accumulate, lambda tree: _into(layout, forward.model, forward.mesh, tree)
+    )
 
 
-def make_step(model: Model, tx: optax.GradientTransformation, plan: Plan, mesh: Mesh, objective: Objective) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step as a function to jit. Metrics are fp32 scalars: loss and nll a token, grad_norm before clipping, tokens."""
+def make_step(
+    model: Model, tx: optax.GradientTransformation, plan: Plan, mesh: Mesh, objective: Objective
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step as a function to jit. Metrics are fp32 scalars: loss and nll a token, grad_norm before clipping,
+    tokens.
+    """
     forward = Forward(model, plan, mesh)
     layouts = plan.layouts()
 
@@ -89,17 +102,23 @@ def make_step(model: Model, tx: optax.GradientTransformation, plan: Plan, mesh: 
         if objective.clip_norm is not None:
             factor = jnp.minimum(1.0, objective.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * factor, grads)
-        # The update runs where the moments lie: with ZeRO 1-3 each device updates its part, then the parameters go back to their own layout.
+        # The update runs where the moments lie: with ZeRO 1-3 each device updates its part, then the parameters go back
+        # to their own layout.
         grads = _into(layouts.optimizer, model, mesh, grads)
         weights = _into(layouts.optimizer, model, mesh, state.params if state.master is None else state.master)
-        updates, opt_state = tx.update(grads, state.opt_state, weights)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes where a strict caller may not
+            updates, opt_state = tx.update(grads, state.opt_state, weights)
         weights = _into(layouts.optimizer, model, mesh, optax.apply_updates(weights, updates))
         cast = jax.tree.map(lambda w: w.astype(plan.precision.param_dtype), weights)
         params = _into(layouts.params, model, mesh, cast)
         tokens = jnp.where(sums["tokens"] > 0, sums["tokens"], 1.0)
         metrics = {name: value / tokens for name, value in sums.items() if name != "tokens"}
         new = TrainState(
-            step=state.step + 1, params=params, master=None if state.master is None else weights, opt_state=opt_state, key=state.key
+            step=state.step + 1,
+            params=params,
+            master=None if state.master is None else weights,
+            opt_state=opt_state,
+            key=state.key,
         )
         return new, {**metrics, "tokens": sums["tokens"], "grad_norm": norm}
 

@@ -38,7 +38,7 @@ def fit(training: Training, state: TrainState, batches: Iterator[Batch], *, star
     Returns:
       The last state.
     """
-    limit = steps_in_flight(training.mesh.devices.flat) or 2
+    limit = steps_in_flight(list(training.mesh.devices.flat)) or 2
     pending: collections.deque[tuple[int, Metrics]] = collections.deque()
     read_at = time.perf_counter()
 

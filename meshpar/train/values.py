@@ -227,8 +227,9 @@ def from_json(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
     known = fields(cls)
     for name in values:
         if name not in known:
+            hint = did_you_mean(key + name, [key + other for other in known]) or ";"
             raise ValueError(
-                f"unknown key {key + name!r}{did_you_mean(name, known)}; {cls.__name__} has {', '.join(known)}"
+                f"unknown key {key + name!r}{hint} {key.rstrip('.') or cls.__name__} has {', '.join(known)}"
             )
     missing = [name for name in known if name not in values and not has_default(cls, name)]
     if missing:

@@ -25,13 +25,18 @@ class GPTConfig:
     tied: bool = True
     dropout: float = 0.0  # on embeddings, attention weights and residual branches; GPT-2 was trained with 0.1
     init_std: float = 0.02  # outputs into the residual stream get init_std / sqrt(2 layers)
-    vocab_multiple: int = 128  # the tables are padded to this, whatever the mesh; the padding is masked out of softmax and sampling
+    vocab_multiple: int = (
+        128  # the tables are padded to this, whatever the mesh; the padding is masked out of softmax and sampling
+    )
 
     def __post_init__(self) -> None:
         if self.embed % self.heads:
             raise ValueError(f"embed={self.embed} is not divisible by heads={self.heads}; choose heads that divide it")
-        if not self.mlp:
-            object.__setattr__(self, "mlp", 4 * self.embed)
+
+    @property
+    def mlp_size(self) -> int:
+        """The inner size of the MLP in force."""
+        return self.mlp or 4 * self.embed
 
     @property
     def kv_heads(self) -> int:
@@ -39,7 +44,7 @@ class GPTConfig:
         return self.heads
 
     @property
-    def head_dim(self) -> int:
+    def head_size(self) -> int:
         """The size of one head."""
         return self.embed // self.heads
 

@@ -29,7 +29,7 @@ class Block(nnx.Module):
             embed=config.embed,
             heads=config.heads,
             kv_heads=config.heads,
-            head_dim=config.head_dim,
+            head_dim=config.head_size,
             rngs=rngs,
             std=config.init_std,
             out_std=out_std,
@@ -38,7 +38,7 @@ class Block(nnx.Module):
             dropout=config.dropout,
         )
         self.mlp_norm = LayerNorm(config.embed, eps=config.norm_eps)
-        self.mlp = MLP(config.embed, config.mlp, rngs=rngs, std=config.init_std, out_std=out_std)
+        self.mlp = MLP(config.embed, config.mlp_size, rngs=rngs, std=config.init_std, out_std=out_std)
 
 
 class GPT(nnx.Module):
@@ -48,11 +48,16 @@ class GPT(nnx.Module):
         self.config = config
         self.embedding = Embedding(config.padded_vocab, config.embed, rngs=rngs, std=config.init_std)
         self.positions = nnx.Param(
-            config.init_std / 2 * jax.random.normal(rngs.params(), (config.max_seq, config.embed), jnp.float32), axes=(None, "embed")
+            config.init_std / 2 * jax.random.normal(rngs.params(), (config.max_seq, config.embed), jnp.float32),
+            axes=(None, "embed"),
         )
         self.blocks = stack(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
         self.norm = LayerNorm(config.embed, eps=config.norm_eps)
-        self.unembed = None if config.tied else Linear({"embed": config.embed}, {"vocab": config.padded_vocab}, rngs=rngs, std=config.init_std)
+        self.unembed = (
+            None
+            if config.tied
+            else Linear({"embed": config.embed}, {"vocab": config.padded_vocab}, rngs=rngs, std=config.init_std)
+        )
 
     def embed(self, batch: Batch, key: jax.Array | None) -> jax.Array:
         table = self.positions[...]
@@ -61,7 +66,9 @@ class GPT(nnx.Module):
         x = constrain(self.embedding(batch.tokens) + placed, "batch seq_residual embed", name="embeddings")
         return dropout(x, self.config.dropout, key)
 
-    def block(self, block: Block, x: jax.Array, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def block(
+        self, block: Block, x: jax.Array, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         keys = (None, None, None) if key is None else tuple(jax.random.split(key, 3))
         x = constrain(x, "batch seq_residual embed", name="block input")
         h = constrain(save_name(block.attention_norm(x), "norm"), "batch seq embed", name="attention input")

@@ -1,4 +1,6 @@
-"""The shape of a Llama-like model. Sources: Touvron et al. 2023; Jiang et al. 2023 (window); Qwen 2 and 3 (biases, qk-norm)."""
+"""The shape of a Llama-like model. Sources: Touvron et al. 2023; Jiang et al. 2023 (window); Qwen 2 and 3 (biases,
+qk-norm).
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,28 @@ class LlamaConfig:
     window: int | None = None  # Mistral: positions that a token sees, itself included
     dropout: float = 0.0  # on the residual branches; pretraining uses 0
     init_std: float = 0.02  # outputs into the residual stream get init_std / sqrt(2 layers)
-    vocab_multiple: int = 128  # the tables are padded to this, whatever the mesh; the padding is masked out of softmax and sampling
+    vocab_multiple: int = (
+        128  # the tables are padded to this, whatever the mesh; the padding is masked out of softmax and sampling
+    )
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; each kv head serves the same number of heads")
-        if not self.head_dim:
-            if self.embed % self.heads:
-                raise ValueError(f"embed={self.embed} is not divisible by heads={self.heads}; choose heads that divide it or give head_dim")
-            object.__setattr__(self, "head_dim", self.embed // self.heads)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE turns pairs, use an even one")
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
+                "each kv head serves the same number of heads"
+            )
+        if not self.head_dim and self.embed % self.heads:
+            raise ValueError(
+                f"embed={self.embed} is not divisible by heads={self.heads}; "
+                "choose heads that divide it or give head_dim"
+            )
+        if self.head_size % 2:
+            raise ValueError(f"head_dim={self.head_size} is odd; RoPE turns pairs, use an even one")
+
+    @property
+    def head_size(self) -> int:
+        """The size of one head in force."""
+        return self.head_dim or self.embed // self.heads
 
     @property
     def padded_vocab(self) -> int:

@@ -30,7 +30,7 @@ class Block(nnx.Module):
             embed=config.embed,
             heads=config.heads,
             kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            head_dim=config.head_size,
             rngs=rngs,
             std=config.init_std,
             out_std=out_std,
@@ -39,7 +39,9 @@ class Block(nnx.Module):
             window=config.window,
         )
         self.mlp_norm = RMSNorm(config.embed, eps=config.norm_eps)
-        self.mlp = GatedMLP(config.embed, config.mlp, rngs=rngs, std=config.init_std, out_std=out_std, bias=config.mlp_bias)
+        self.mlp = GatedMLP(
+            config.embed, config.mlp, rngs=rngs, std=config.init_std, out_std=out_std, bias=config.mlp_bias
+        )
 
 
 class Llama(nnx.Module):
@@ -50,15 +52,21 @@ class Llama(nnx.Module):
         self.embedding = Embedding(config.padded_vocab, config.embed, rngs=rngs, std=config.init_std)
         self.blocks = stack(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
         self.norm = RMSNorm(config.embed, eps=config.norm_eps)
-        self.unembed = None if config.tied else Linear({"embed": config.embed}, {"vocab": config.padded_vocab}, rngs=rngs, std=config.init_std)
+        self.unembed = (
+            None
+            if config.tied
+            else Linear({"embed": config.embed}, {"vocab": config.padded_vocab}, rngs=rngs, std=config.init_std)
+        )
 
     def embed(self, batch: Batch, key: jax.Array | None) -> jax.Array:
         return constrain(self.embedding(batch.tokens), "batch seq_residual embed", name="embeddings")
 
-    def block(self, block: Block, x: jax.Array, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def block(
+        self, block: Block, x: jax.Array, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         attention_key, mlp_key = (None, None) if key is None else tuple(jax.random.split(key))
         positions = jnp.arange(x.shape[1])[None] if batch.positions is None else batch.positions
-        rope = tables(positions, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+        rope = tables(positions, self.config.head_size, self.config.rope_theta, self.config.rope_scaling)
         x = constrain(x, "batch seq_residual embed", name="block input")
         h = constrain(save_name(block.attention_norm(x), "norm"), "batch seq embed", name="attention input")
         h = block.attention(h, segments=batch.segments, rope=rope, key=None)

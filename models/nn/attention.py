@@ -1,4 +1,6 @@
-"""Multi-head attention with grouped kv heads (Ainslie et al. 2023): projections here, the product itself in `meshpar.attention`."""
+"""Multi-head attention with grouped kv heads (Ainslie et al. 2023): projections here, the product itself in
+`meshpar.attention`.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ class Attention(nnx.Module):
         window: int | None = None,
         dropout: float = 0.0,
     ):
-        """`qk_norm_eps` turns on a norm of queries and keys per head; `window` limits attention to that many positions, the token itself included."""
+        """`qk_norm_eps` turns on a norm of queries and keys per head; `window` limits attention to that many
+        positions, the token itself included.
+        """
         self.q = Linear({"embed": embed}, {"heads": heads, "head_dim": head_dim}, rngs=rngs, bias=bias, std=std)
         self.k = Linear({"embed": embed}, {"kv_heads": kv_heads, "head_dim": head_dim}, rngs=rngs, bias=bias, std=std)
         self.v = Linear({"embed": embed}, {"kv_heads": kv_heads, "head_dim": head_dim}, rngs=rngs, bias=bias, std=std)
-        self.out = Linear({"heads": heads, "head_dim": head_dim}, {"embed": embed}, rngs=rngs, bias=out_bias, std=out_std)
+        self.out = Linear(
+            {"heads": heads, "head_dim": head_dim}, {"embed": embed}, rngs=rngs, bias=out_bias, std=out_std
+        )
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, axis="head_dim")
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, axis="head_dim")
         self.window = window
@@ -50,7 +56,9 @@ class Attention(nnx.Module):
         rope: tuple[jax.Array, jax.Array] | None,
         key: jax.Array | None,
     ) -> jax.Array:
-        """`[batch, seq, embed]`, whole along seq, to `[batch, seq_residual, embed]`; `rope` are the cos and sin tables, None for no rotation."""
+        """`[batch, seq, embed]`, whole along seq, to `[batch, seq_residual, embed]`; `rope` are the cos and sin
+        tables, None for no rotation.
+        """
         q = self.q.add_bias(self.q(x))
         k = self.k.add_bias(self.k(x))
         v = self.v.add_bias(self.v(x))
@@ -61,6 +69,8 @@ class Attention(nnx.Module):
         q = save_name(constrain(q, "batch seq heads head_dim", name="queries"), "qkv")
         k = save_name(constrain(k, "batch seq kv_heads head_dim", name="keys"), "qkv")
         v = save_name(constrain(v, "batch seq kv_heads head_dim", name="values"), "qkv")
-        y = attend(q, k, v, segments=segments, window=self.window, dropout=self.dropout if key is not None else 0.0, key=key)
+        y = attend(
+            q, k, v, segments=segments, window=self.window, dropout=self.dropout if key is not None else 0.0, key=key
+        )
         y = save_name(constrain(y, "batch seq heads head_dim", name="attention"), "attention")
         return self.out.add_bias(constrain(self.out(y), "batch seq_residual embed", name="attention output"))

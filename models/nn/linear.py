@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import math
-import string
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshpar.matmul.linear import linear
+
 
 class Linear(nnx.Module):
     """`x @ kernel (+ bias)` over any number of named input and output axes.
 
-    Example: `Linear({"embed": 64}, {"heads": 4, "head_dim": 16}, rngs=rngs)` maps `[batch, seq, embed]` to `[batch, seq, heads, head_dim]`.
+    Example: `Linear({"embed": 64}, {"heads": 4, "head_dim": 16}, rngs=rngs)` maps `[batch, seq, embed]` to `[batch,
+      seq, heads, head_dim]`.
     """
 
-    def __init__(self, inputs: Mapping[str, int], outputs: Mapping[str, int], *, rngs: nnx.Rngs, bias: bool = False, std: float | None = None):
+    def __init__(
+        self,
+        inputs: Mapping[str, int],
+        outputs: Mapping[str, int],
+        *,
+        rngs: nnx.Rngs,
+        bias: bool = False,
+        std: float | None = None,
+    ):
         """`std` of the initial kernel; None is 1/sqrt(inputs)."""
         shape = (*inputs.values(), *outputs.values())
         std = 1 / math.sqrt(math.prod(inputs.values())) if std is None else std
@@ -27,10 +37,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The product without the bias where the caller must reduce first: see `add_bias`."""
-        kernel = self.kernel[...]
-        contracted = string.ascii_lowercase[: self.inputs]
-        free = string.ascii_lowercase[self.inputs : kernel.ndim]
-        return jnp.einsum(f"...{contracted},{contracted}{free}->...{free}", x, kernel)
+        return linear(x, self.kernel[...], self.inputs)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """Adds the bias, after a row-split product has been reduced, so that it is added once."""
@@ -38,23 +45,28 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of `[vocab, embed]`; splits over vocab as Megatron's does, by XLA's partitioned gather (masked lookup, one all-reduce)."""
+    """A table of `[vocab, embed]`; splits over vocab as Megatron's does, by XLA's partitioned gather (masked lookup,
+    one all-reduce).
+    """
 
     def __init__(self, vocab: int, embed: int, *, rngs: nnx.Rngs, std: float):
-        self.table = nnx.Param(std * jax.random.normal(rngs.params(), (vocab, embed), jnp.float32), axes=("vocab", "embed"))
+        self.table = nnx.Param(
+            std * jax.random.normal(rngs.params(), (vocab, embed), jnp.float32), axes=("vocab", "embed")
+        )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.table[...][tokens]
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The table as a tied output head: `[..., embed]` to `[..., vocab]`."""
-        return jnp.einsum("...d,vd->...v", x, self.table[...])
+        return linear(x, self.table[...].T)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """`x` with a share `rate` of its elements zeroed and the rest scaled up; unchanged without a key (evaluation).
 
-    The mask is drawn for the whole array, whatever its split: data ranks get different parts of it, tensor ranks that hold the same elements the same.
+    The mask is drawn for the whole array, whatever its split: data ranks get different parts of it, tensor ranks that
+    hold the same elements the same.
     """
     if rate == 0.0 or key is None:
         return x

@@ -1,7 +1,9 @@
 """Rotary position embedding and its extensions to longer contexts.
 
-Pairs (i, i + head_dim/2) of a head turn by position * frequency_i (half-split order, as Hugging Face's weights expect). Tables are fp32.
-Sources: RoPE, Su et al. 2021; linear, Chen et al. 2023; YaRN, Peng et al. 2023, section 3; llama3, the rule of Llama 3.1's release.
+Pairs (i, i + head_dim/2) of a head turn by position * frequency_i (half-split order, as Hugging Face's weights expect).
+Tables are fp32.
+Sources: RoPE, Su et al. 2021; linear, Chen et al. 2023; YaRN, Peng et al. 2023, section 3; llama3, the rule of Llama
+  3.1's release.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise ValueError(f"rope scaling kind={self.kind!r} is not one of {', '.join(get_args(Kind))}; choose one of them")
+            raise ValueError(
+                f"rope scaling kind={self.kind!r} is not one of {', '.join(get_args(Kind))}; choose one of them"
+            )
         if self.factor < 1:
             raise ValueError(f"rope scaling factor={self.factor} is below 1; give the new length over the original one")
 
@@ -56,11 +60,15 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling = RopeScaling(
         last = min(math.ceil(dim_that_turns(scaling.beta_slow)), head_dim - 1)
         slowed = np.clip((np.arange(head_dim // 2) - first) / max(last - first, 0.001), 0.0, 1.0)
         factor = scaling.attention_factor
-        return freq * ((1 - slowed) + slowed / scaling.factor), 0.1 * math.log(scaling.factor) + 1.0 if factor is None else factor
+        return freq * ((1 - slowed) + slowed / scaling.factor), 0.1 * math.log(
+            scaling.factor
+        ) + 1.0 if factor is None else factor
     return freq, 1.0
 
 
-def tables(positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()) -> tuple[jax.Array, jax.Array]:
+def tables(
+    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()
+) -> tuple[jax.Array, jax.Array]:
     """cos and sin, fp32 `[..., seq, head_dim/2]`, for int32 positions `[..., seq]`."""
     freq, factor = frequencies(head_dim, theta, scaling)
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(freq, jnp.float32)

@@ -83,6 +83,19 @@ print(jax.jit(mapped)(jnp.ones(2)))
     assert not result.stdout
 
 
+def test_a_file_of_xla_flags_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "flags"
+    file.write_text("--xla_cpu_collective_call_warn_stuck_timeout_seconds=7\n")
+    result = python(
+        "from meshpar.mesh import emulate\n"
+        "emulate(2)\n"
+        "import jax, os\n"
+        "print(len(jax.devices()), os.environ['XLA_FLAGS'])\n",
+        XLA_FLAGS=str(file),
+    )
+    assert result.stdout.split() == ["2", str(file)], result.stderr
+
+
 def test_emulate_too_late_is_one_sentence_with_the_fix() -> None:
     assert backend_started() or jax.devices()
     emulate(8)  # as many as there are: nothing to do

@@ -14,6 +14,8 @@ def changed(name: str, change: np.ndarray | float) -> dict:
 def test_rounding_is_equal_and_bf16_and_jax_leaves_are_read() -> None:
     assert_trees_close(changed("q", 0.9e-5), GRADIENTS)
     assert_trees_close({"x": jnp.ones(3, jnp.bfloat16)}, {"x": np.ones(3)})
+    with pytest.raises(AssertionError, match="worst is blocks/q"):
+        assert_trees_close(changed("q", 1.1e-5), GRADIENTS)
 
 
 def test_a_leaf_that_is_zero_in_exact_arithmetic_may_hold_rounding_of_the_global_norm() -> None:

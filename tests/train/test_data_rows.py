@@ -89,10 +89,17 @@ def test_packing_leaves_no_two_rows_that_would_fit_in_one(lengths: list[int], se
 
 
 def test_best_fit_fills_the_tightest_gap() -> None:
-    batch = all_rows(stream_of([6, 5, 3, 2, 10]), 8, packed=True)
-    np.testing.assert_array_equal((batch.segments > 0).sum(1), [8, 8, 8, 2])
-    np.testing.assert_array_equal(batch.segments[0], [1, 1, 1, 1, 1, 1, 2, 2])  # 6 + 2, the cut 10 = 8 + 2 comes last
-    np.testing.assert_array_equal(batch.segments[1], [1, 1, 1, 1, 1, 2, 2, 2])
+    batch = all_rows(stream_of([5, 6, 2, 3, 10]), 8, packed=True)
+    np.testing.assert_array_equal(batch.segments[0], [1, 1, 1, 1, 1, 2, 2, 2])  # 5 + 3: the 2 before went below
+    np.testing.assert_array_equal(batch.segments[1], [1, 1, 1, 1, 1, 1, 2, 2])  # 6 + 2
+    np.testing.assert_array_equal((batch.segments > 0).sum(1), [8, 8, 8, 2])  # 10 was cut into 8 + 2
+
+
+def test_pieces_are_sorted_by_row_and_column() -> None:
+    lengths = np.random.default_rng(0).integers(1, 9, 3000).tolist()
+    packing = pack(stream_of(lengths).offsets, 64)
+    row = np.repeat(np.arange(len(packing.first) - 1), np.diff(packing.first))
+    assert (np.diff(row * 64 + packing.columns) > 0).all()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,12 +146,13 @@ def test_checks_see_the_final_values_in_either_order(order: int) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("train.step=1", "unknown key 'train.step'; did you mean 'train.steps'?; train has steps, rate, "),
-        ("steps=1", "unknown key 'steps'; did you mean 'train.steps'?; the recipe has model, train, plan"),
-        ("mash=data=2", "unknown key 'mash'; did you mean 'mesh'?; the recipe has"),
+        ("train.step=1", "unknown key 'train.step'; did you mean 'train.steps'? train has steps, rate, "),
+        ("steps=1", "unknown key 'steps'; did you mean 'train.steps'? the recipe has model, train, plan"),
+        ("rate=1", "unknown key 'rate'; did you mean 'train.rate'?"),
+        ("mash=data=2", "unknown key 'mash'; did you mean 'mesh'? the recipe has"),
         ("zerro=1", "unknown key 'zerro'; did you mean 'zero'?"),
-        ("precision.comptue=bf16", "did you mean 'precision.compute'?; plan.precision has compute"),
-        ("mesh.tensr=2", "did you mean 'plan.mesh.tensor'?; plan.mesh has stage, data, "),
+        ("precision.comptue=bf16", "did you mean 'precision.compute'? precision has compute"),
+        ("mesh.tensr=2", "did you mean 'mesh.tensor'? mesh has stage, data, "),
         ("qqqq=1", "unknown key 'qqqq'; the recipe has model, train, plan"),
         (
             "train.steps.more=1",
@@ -181,9 +183,8 @@ def test_checks_see_the_final_values_in_either_order(order: int) -> None:
     ],
 )
 def test_a_wrong_override_is_one_sentence_with_the_fix(override: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=".*") as caught:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
         apply_overrides(Recipe(), [override])
-    assert sentence.replace("?; ", "? ") in str(caught.value).replace("?; ", "? ")
     assert "\n" not in str(caught.value)
 
 
@@ -224,6 +225,11 @@ def test_json_gives_the_same_recipe_back(recipe: Recipe) -> None:
     assert from_json(Recipe, json.loads(text)) == recipe
 
 
+def test_json_of_another_program_may_write_a_number_without_its_point() -> None:
+    rate = from_json(Recipe, {"train": {"rate": 1}}).train.rate
+    assert (rate, type(rate)) == (1.0, float)
+
+
 def test_json_is_plain_and_names_the_class_only_where_the_type_does_not() -> None:
     written = to_json(FULL)
     assert written["model"] == {"class": f"{__name__}:Tiny", "layers": 3}
@@ -248,9 +254,8 @@ def test_json_is_plain_and_names_the_class_only_where_the_type_does_not() -> Non
     ],
 )
 def test_json_that_does_not_fit_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=".*") as caught:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         from_json(Recipe, change)
-    assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize("bad", [Train(loss=lambda x: x), Recipe(model=1j)])
@@ -274,9 +279,8 @@ def test_recipes_are_found_by_name_or_by_module() -> None:
     ],
 )
 def test_a_recipe_that_is_not_there_is_one_sentence(name: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=".*") as caught:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         load_recipe(name, default_module=__name__)
-    assert sentence in str(caught.value)
 
 
 def test_an_import_that_fails_inside_a_recipe_module_is_not_hidden(tmp_path: Path, monkeypatch: Any) -> None:

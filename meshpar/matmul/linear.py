@@ -1,0 +1,45 @@
+"""`linear`: activations times a kernel over any number of input and output dims, with a backward that writes its
+products in the right order.
+
+The kernel's gradient is a product over all tokens. As JAX derives it, the gradient of the output comes first, and
+XLA:CPU then transposes it in memory, token by token; with the narrower operand first the whole step of a small Llama
+takes 0.6 to 0.7 of the CPU time. Tokens are contracted as separate dims, since merging dims that are split over devices
+would move them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(x: jax.Array, kernel: jax.Array, inputs: int = 1) -> jax.Array:
+    """`x` `[*tokens, *inputs]` times `kernel` `[*inputs, *outputs]`: `[*tokens, *outputs]`, in their common dtype.
+
+    Args:
+      inputs: how many dims of the kernel are contracted: its first ones, with the last ones of `x`.
+    """
+    tokens = x.ndim - inputs
+    return lax.dot_general(x, kernel, ((tuple(range(tokens, x.ndim)), tuple(range(inputs))), ((), ())))
+
+
+def _forward(x: jax.Array, kernel: jax.Array, inputs: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return linear(x, kernel, inputs), (x, kernel)
+
+
+def _backward(inputs: int, residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
+    tokens = x.ndim - inputs
+    over_tokens = ((tuple(range(tokens)), tuple(range(tokens))), ((), ()))
+    dx = lax.dot_general(dy, kernel, ((tuple(range(tokens, dy.ndim)), tuple(range(inputs, kernel.ndim))), ((), ())))
+    if x.size <= dy.size:
+        return dx, lax.dot_general(x, dy, over_tokens)
+    outputs = dy.ndim - tokens
+    return dx, jnp.moveaxis(lax.dot_general(dy, x, over_tokens), range(outputs), range(-outputs, 0))
+
+
+linear.defvjp(_forward, _backward)

@@ -1,0 +1,52 @@
+"""`Recipe`: everything that a run is, as one frozen tree of values. A recipe is made by a function; variants by
+`dataclasses.replace` or overrides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshpar.plan import Plan
+from meshpar.train.data import DataConfig
+from meshpar.train.optimizer import OptimizerConfig
+from meshpar.train.step import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long a run is and what it does along the way; all counts in optimizer updates."""
+
+    steps: int
+    batch: int  # rows of the global batch, over all devices and microbatches
+    seed: int = 0  # of the initial parameters and of dropout
+    eval_every: int = 100  # 0: only at the end
+    eval_batches: int = 16  # at most so many validation batches; a full pass at the end
+    checkpoint_every: int = 0  # 0: only at the end
+    keep: int = 2  # newest checkpoints that stay
+    sample_tokens: int = 96  # of each sampled text at the end; 0 samples nothing
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("steps", 1),
+            ("batch", 1),
+            ("eval_every", 0),
+            ("eval_batches", 1),
+            ("checkpoint_every", 0),
+            ("keep", 1),
+            ("sample_tokens", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least {least}; use {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run. `model` is a family's config: a frozen dataclass with `build(rngs)`, `vocab` and `max_seq`."""
+
+    model: Any
+    plan: Plan
+    data: DataConfig
+    optimizer: OptimizerConfig
+    train: RunConfig
+    objective: Objective = Objective()

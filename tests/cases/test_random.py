@@ -1,0 +1,67 @@
+"""Dropout: differs across data ranks, agrees across tensor ranks, repeats under rematerialisation, and does not
+depend on the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.precision.remat import remat
+from meshpar.testing.compare import assert_trees_close
+from models.nn.linear import dropout
+from tests.conformance.runs import GPT, LLAMA, train
+
+
+def test_c29_a_dropped_output_has_no_gradient_also_when_it_is_drawn_again() -> None:
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    x = jax.device_put(jax.random.normal(jax.random.key(1), (8, 16)), NamedSharding(mesh, PartitionSpec("fsdp")))
+    w = jax.device_put(jax.random.normal(jax.random.key(2), (16, 16)), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+    key = jax.random.key(3)
+
+    def layer(h: jax.Array) -> jax.Array:
+        return dropout(h, 0.5, key)
+
+    found = {}
+    for mode in ("none", "full"):
+        layer_ = remat(layer, mode)
+        found[mode] = jax.jit(jax.value_and_grad(lambda h, f=layer_: (f(h) ** 2).sum()))(x @ w)
+        dropped = np.asarray(jax.jit(layer)(x @ w)) == 0
+        assert 0.3 < dropped.mean() < 0.7
+        np.testing.assert_array_equal(np.asarray(found[mode][1]) == 0, dropped)
+    np.testing.assert_array_equal(found["none"][1], found["full"][1])
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1), (8, 1), (2, 4)])
+def test_the_mask_is_one_array_whatever_its_split(mesh_shape: tuple[int, int]) -> None:
+    """So ranks that hold different rows drop differently and ranks that hold the same rows alike."""
+    count = mesh_shape[0] * mesh_shape[1]
+    mesh = jax.make_mesh(
+        mesh_shape, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:count]
+    )
+    ones = jax.device_put(
+        jnp.ones((16, 8, 32)), NamedSharding(mesh, PartitionSpec("data", "tensor" if mesh_shape[1] > 1 else None))
+    )
+    mask = np.asarray(jax.jit(lambda x: dropout(x, 0.25, jax.random.key(0)))(ones))
+    plain = np.asarray(dropout(jnp.ones((16, 8, 32)), 0.25, jax.random.key(0)))
+    np.testing.assert_array_equal(mask, plain)
+    rows = {row.tobytes() for row in mask}
+    assert len(rows) == 16
+    assert (mask > 0).mean() == pytest.approx(0.75, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_training_with_dropout_equals_one_device(name: str) -> None:
+    config = dataclasses.replace(GPT if name == "gpt" else LLAMA, dropout=0.2)
+    one = train("data=1", config=config, steps=3)
+    plain = train("data=1", config=dataclasses.replace(config, dropout=0.0), steps=3)
+    assert abs(one.losses[0] - plain.losses[0]) > 1e-3
+    for mesh, plan in (("data=2 tensor=2", {"sequence_parallel": True}), ("fsdp=4", {"remat": "full"})):
+        many = train(mesh, config=config, steps=3, **plan)
+        np.testing.assert_allclose(many.losses, one.losses, rtol=0, atol=1e-5)
+        assert_trees_close(many.gradients, one.gradients)
