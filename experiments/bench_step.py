@@ -99,9 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
         cells = [cell for text in options.cells for cell in parse_cell(text)]
         results = []
         for mesh, dtype in cells:
-            print(f"{mesh} {dtype} ...", file=sys.stderr, flush=True)
             blocks = 0 if options.only_memory else options.blocks
             results.append(in_fresh_process(measure, mesh, dtype, options.overrides, blocks, options.steps))
+            done = f"{mesh} {dtype} done" + (f": wall {results[-1].wall_ratio()[0]:.2f}" if blocks else "")
+            print(done, file=sys.stderr, flush=True)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ def llama_tiny_stdlib() -> Recipe:
     return Recipe(
         model=LlamaConfig(vocab=1024, layers=4, embed=128, heads=4, kv_heads=2, mlp=384, max_seq=256),
         # One device by default; emulate more and say how to use them with --set mesh="data=2 fsdp=2 tensor=2".
-        plan=Plan(mesh=MeshSpec(data=1), precision=Policy(compute="bf16"), unroll=0),
+        plan=Plan(mesh=MeshSpec(data=1), precision=Policy(compute="bf16"), unroll=4),
         # A small BPE: long enough tokens for structure, few enough that a tiny model sees each often.
         data=DataConfig(source="stdlib", tokenizer="bpe:1024", seq=128),
         # Tiny models take large steps; beyond 5e-3 this one becomes unstable.
@@ -46,7 +46,7 @@ def llama_6m_stdlib() -> Recipe:
     """6M-parameter Llama with a 4k vocabulary: the model of the speed benchmark."""
     return Recipe(
         model=LlamaConfig(vocab=4096, layers=4, embed=256, heads=8, kv_heads=4, mlp=1024, max_seq=256),
-        plan=Plan(mesh=MeshSpec(data=1), precision=Policy(compute="bf16"), unroll=0),
+        plan=Plan(mesh=MeshSpec(data=1), precision=Policy(compute="bf16"), unroll=4),
         data=DataConfig(source="stdlib", tokenizer="bpe:4096", seq=256),
         optimizer=OptimizerConfig(lr=1e-3, warmup=100),
         train=RunConfig(steps=1000, batch=8),
@@ -57,7 +57,7 @@ def gpt_tiny_stdlib() -> Recipe:
     """A tiny GPT-2 with dropout, on bytes: no tokenizer to train."""
     return Recipe(
         model=GPTConfig(vocab=257, layers=4, embed=128, heads=4, max_seq=256, dropout=0.1),
-        plan=Plan(mesh=MeshSpec(data=1), precision=Policy(compute="bf16"), unroll=0),
+        plan=Plan(mesh=MeshSpec(data=1), precision=Policy(compute="bf16"), unroll=4),
         data=DataConfig(source="stdlib", tokenizer="bytes", seq=256),
         optimizer=OptimizerConfig(lr=2e-3, warmup=40),
         train=RunConfig(steps=400, batch=16, eval_every=100, eval_batches=8),

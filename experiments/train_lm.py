@@ -4,10 +4,10 @@
     python -m experiments.train_lm --recipe llama_tiny_stdlib --set mesh="data=2 tensor=4" --set train.steps=200
     python -m experiments.train_lm --recipe llama_tiny_stdlib --set mesh="fsdp=-1" --devices 8 --set zero=2
     python -m experiments.train_lm --recipe mypackage.recipes:big --out runs/big
-    python -m experiments.train_lm --out runs/big --resume --recipe mypackage.recipes:big
+    python -m experiments.train_lm --recipe mypackage.recipes:big --out runs/big --resume
 
 On a machine without accelerators the script emulates as many CPU devices as the mesh has (8 when one axis is -1).
-The run folder gets config.json, metrics.jsonl, losses.png, samples.txt, the tokenizer and checkpoints/.
+The run folder gets config.json, metrics.jsonl, summary.json, losses.png, samples.txt, the tokenizer and checkpoints/.
 """
 
 from __future__ import annotations
@@ -19,21 +19,39 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 after one sentence about a bad input."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.train_lm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="llama_tiny_stdlib", help="a function of experiments.recipes, or module:function (default: %(default)s)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one value; repeat for more")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.train_lm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--recipe",
+        default="llama_tiny_stdlib",
+        help="a function of experiments.recipes, or module:function (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one value; repeat for more",
+    )
     parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/RECIPE-TIME)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
-    parser.add_argument("--keys", action="store_true", help="list every key that --set takes, with its value in this recipe, and stop")
+    parser.add_argument("--keys", action="store_true", help="list what --set takes, with its value in this recipe")
     options = parser.parse_args(arguments)
     try:
         from meshpar.train.recipe import apply_overrides, load_recipe
@@ -42,12 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
         if options.keys:
             print_keys(recipe)
             return 0
-        name = options.recipe.split(":")[-1]
-        out = options.out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        run(recipe, out, devices=options.devices, resume=options.resume, name=options.recipe)
+        if options.resume and options.out is None:
+            raise ValueError("--resume does not say which run to continue; name its folder with --out")
+        out = options.out or Path("runs") / f"{options.recipe.split(':')[-1]}-{time.strftime('%Y%m%d-%H%M%S')}"
+        job = prepare(options.recipe, recipe, out, devices=options.devices, resume=options.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    train(job)
     return 0
 
 
@@ -64,8 +84,27 @@ def print_keys(recipe: Any) -> None:
     Console().print(table)
 
 
-def run(recipe: Any, out: Path, *, devices: int | None, resume: bool, name: str) -> dict[str, Any]:
-    """Trains, evaluates, samples and leaves the run folder; returns its summary."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run that was checked and has not compiled, drawn or written anything yet."""
+
+    name: str
+    recipe: Any
+    out: Path
+    training: Any
+    dataset: Any
+    batches: Iterator[Any]  # from the first update that is left
+    checkpoints: Any
+    done: int  # updates that a resumed run has behind it
+    hosts: dict[str, int]
+
+
+def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: bool) -> Job:
+    """Checks everything that a user can get wrong, and tokenises the data.
+
+    Raises:
+      ValueError: the first thing that is wrong, one sentence.
+    """
     import jax
 
     from meshpar.mesh.devices import choose_devices, use_compilation_cache
@@ -76,15 +115,13 @@ def run(recipe: Any, out: Path, *, devices: int | None, resume: bool, name: str)
     from meshpar.checkpoint.manager import Checkpoints
     from meshpar.module import abstract
     from meshpar.train.build import build
-    from meshpar.train.data import open_dataset, train_batches, validation_batches
-    from meshpar.train.metrics import JsonLines, Progress, flops_per_token, mfu, plot_losses
-    from meshpar.train.trainer import Hook, fit
+    from meshpar.train.data import open_dataset, train_batches
 
     config, model_config = recipe.train, recipe.model
-    model = abstract(model_config.build, model_config)
-    schedule = recipe.optimizer.learning_rate(config.steps)
+    checkpoints = Checkpoints(out / "checkpoints", keep=config.keep)
+    done = updates_done(out, checkpoints, config.steps) if resume else refuse_old(out, checkpoints)
     training = build(
-        model,
+        abstract(model_config.build, model_config),
         recipe.optimizer.make(config.steps),
         recipe.plan,
         batch=config.batch,
@@ -95,116 +132,174 @@ def run(recipe: Any, out: Path, *, devices: int | None, resume: bool, name: str)
     dataset = open_dataset(recipe.data)
     if dataset.vocab > model_config.vocab:
         raise ValueError(
-            f"the tokenizer {recipe.data.tokenizer} has {dataset.vocab} tokens and model.vocab={model_config.vocab}; set model.vocab={dataset.vocab} or more"
+            f"the tokenizer {recipe.data.tokenizer} has {dataset.vocab} tokens and model.vocab={model_config.vocab}; "
+            f"set model.vocab={dataset.vocab} or more"
         )
-    hosts: dict[str, int] = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    first = time.perf_counter()
-    start_step = 0
+    hosts = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    return Job(
+        name=name,
+        recipe=recipe,
+        out=out,
+        training=training,
+        dataset=dataset,
+        batches=train_batches(dataset, batch=config.batch, start_step=done, **hosts),
+        checkpoints=checkpoints,
+        done=done,
+        hosts=hosts,
+    )
+
+
+def refuse_old(out: Path, checkpoints: Any) -> int:
+    """0 when the folder is free for a new run."""
+    if not (out / "config.json").exists() and checkpoints.latest() is None:
+        return 0
+    fix = "choose another --out, or delete it" if checkpoints.latest() is None else "continue it with --resume"
+    raise ValueError(f"{out} holds a run already; {fix}")
+
+
+def updates_done(out: Path, checkpoints: Any, steps: int) -> int:
+    """The update that the newest checkpoint was written after."""
+    latest = checkpoints.latest()
+    if latest is None:
+        raise ValueError(f"{out} holds no checkpoint; leave --resume out to start there, or name the run's folder")
+    if latest >= steps:
+        raise ValueError(f"{out} has {latest} updates behind it and train.steps={steps}; set train.steps to more")
+    return int(latest)
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Trains, evaluates, samples and leaves the run folder; returns its summary."""
+    from meshpar.train.data import validation_batches
+    from meshpar.train.metrics import JsonLines, Progress, flops_per_token, mfu, plot_losses
+    from meshpar.train.trainer import Hook, fit
+
+    recipe, training, dataset, out, config = job.recipe, job.training, job.dataset, job.out, job.recipe.train
+    begun = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(out / "checkpoints", keep=config.keep)
-    if resume:
-        state = checkpoints.restore(training.abstract_state())
-        start_step = int(state.step)
-    elif checkpoints.latest() is not None:
-        raise ValueError(f"{out} holds a run already; continue it with --resume or choose another --out")
-    else:
-        state = training.init(config.seed)
-    batches = train_batches(dataset, batch=config.batch, start_step=start_step, **hosts)
     dataset.tokenizer.save(out)
-    write_config(out, recipe, training, name)
+    write_config(job)
 
     lines = JsonLines(out / "metrics.jsonl")
-    losses: dict[int, float] = {}
-    validation: dict[int, float] = {}
+    earlier = lines.rewind(job.done)
+    losses: dict[int, float] = {line["step"]: line["loss"] for line in earlier if "loss" in line}
+    validation = {line["step"]: line["validation_loss"] for line in earlier if "validation_loss" in line}
     tokens = config.batch * recipe.data.seq
-    flops = flops_per_token(model, recipe.data.seq) * tokens
-    mesh_devices = list(training.mesh.devices.flat)
-    progress = Progress(steps=config.steps, start=start_step, tokens=tokens, flops=flops, devices=mesh_devices)
+    per_token = flops_per_token(training.model, recipe.data.seq)
+    flops = None if per_token is None else per_token * tokens
+    devices = list(training.mesh.devices.flat)
+    learning_rate = recipe.optimizer.learning_rate(config.steps)
+    progress = Progress(steps=config.steps, start=job.done, tokens=tokens, flops=flops, devices=devices)
 
     def log_metrics(step: int, metrics: dict[str, float], seconds: float) -> None:
         losses[step] = metrics["loss"]
-        share = mfu(flops, seconds, mesh_devices)
-        lines.write({"step": step, **metrics, "lr": float(schedule(step - 1)), "seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds, "mfu": share})
-        if len(losses) == 1:
+        speed = {
+            "seconds": seconds,
+            "tokens_per_second": metrics["tokens"] / seconds,
+            "mfu": mfu(flops, seconds, devices),
+        }
+        lines.write({"step": step, **metrics, "lr": float(learning_rate(step - 1)), **speed})
+        if step == job.done + 1:
             progress.log(f"first step after {time.perf_counter() - START:.1f} s from launch")
 
     def validate(step: int, params: Any, limit: int | None) -> float:
-        total = tokens = 0.0
-        for batch in validation_batches(dataset, batch=config.batch, limit=limit, **hosts):
+        nll = targets = 0.0
+        for batch in validation_batches(dataset, batch=config.batch, limit=limit, **job.hosts):
             sums = training.evaluate(params, training.place(batch))
-            total, tokens = total + float(sums["nll"]), tokens + float(sums["tokens"])
-        validation[step] = total / tokens
+            nll, targets = nll + float(sums["nll"]), targets + float(sums["tokens"])
+        validation[step] = nll / targets
         lines.write({"step": step, "validation_loss": validation[step]})
         progress.log(f"step {step}/{config.steps}  validation loss {validation[step]:.4f}")
         return validation[step]
 
-    def along_the_way(step: int, state: Any) -> None:
-        if config.eval_every and step % config.eval_every == 0 and step != config.steps:
-            validate(step, state.params, config.eval_batches)
-        if (config.checkpoint_every and step % config.checkpoint_every == 0) or step == config.steps:
-            checkpoints.save(step, state)
-
-    progress.log(f"{name}: {model.size / 1e6:.2f}M parameters, mesh {training.plan.mesh} on {training.mesh.devices.flat[0].device_kind}, run folder {out}")
+    hooks = [
+        progress.hook(),
+        Hook(on_metrics=log_metrics),
+        Hook(
+            on_state=lambda step, state: validate(step, state.params, config.eval_batches),
+            when=lambda step: _due(step, config.eval_every) and step != config.steps,  # the last one follows below
+        ),
+        Hook(
+            on_state=job.checkpoints.save,
+            when=lambda step: _due(step, config.checkpoint_every) or step == config.steps,
+        ),
+    ]
+    progress.log(
+        f"{job.name}: {training.model.size / 1e6:.2f}M parameters, mesh {training.plan.mesh} on "
+        f"{devices[0].device_kind}, run folder {out}"
+    )
     try:
+        state = job.checkpoints.restore(training.abstract_state(), job.done) if job.done else training.init(config.seed)
         with progress:
-            hooks = [progress.hook(), Hook(on_metrics=log_metrics, on_state=along_the_way)]
-            state = fit(training, state, batches, start=start_step, steps=config.steps, hooks=hooks)
+            state = fit(training, state, job.batches, start=job.done, steps=config.steps, hooks=hooks)
     finally:
-        checkpoints.close()
+        job.checkpoints.close()
+
     final = validate(config.steps, state.params, None)
     baselines = ngram_losses(dataset)
     plot_losses(out / "losses.png", losses, validation, baselines)
-    texts = sample_texts(recipe, training, state.params, dataset) if config.sample_tokens else []
+    texts = sample_texts(job, state.params) if config.sample_tokens else []
     (out / "samples.txt").write_text("\n\n----\n\n".join(texts))
     for text in texts:
         progress.log(f"\n--- sampled ---\n{text}")
-    summary = {"steps": config.steps, "validation_loss": final, **{f"{n}_loss": v for n, v in baselines.items()}, "seconds": time.perf_counter() - first}
+    summary = {
+        "steps": config.steps,
+        "validation_loss": final,
+        **{f"{kind}_loss": loss for kind, loss in baselines.items()},
+        "seconds": time.perf_counter() - begun,
+    }
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     beside = ", ".join(f"{kind} model {loss:.4f}" for kind, loss in baselines.items())
-    progress.log(f"\nvalidation loss {final:.4f} nats a token (perplexity {math.exp(final):.1f}); of the same text: {beside}")
+    progress.log(
+        f"\nvalidation loss {final:.4f} nats a token (perplexity {math.exp(final):.1f}); of the same text: {beside}"
+    )
     progress.log(f"loss curve: {out / 'losses.png'}\nrun folder: {out}")
     return summary
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def ngram_losses(dataset: Any) -> dict[str, float]:
     """Losses of a unigram and a bigram model of the same text, in nats a token."""
     from meshpar.train.ngram import bigram_loss, unigram_loss
 
-    train, validation = dataset.train.tokens, dataset.validation.tokens
-    return {"unigram": unigram_loss(train, validation, dataset.vocab), "bigram": bigram_loss(train, validation, dataset.vocab)}
+    arguments = (dataset.train.tokens, dataset.validation.tokens, dataset.vocab)
+    return {"unigram": unigram_loss(*arguments), "bigram": bigram_loss(*arguments)}
 
 
-def sample_texts(recipe: Any, training: Any, params: Any, dataset: Any) -> list[str]:
+def sample_texts(job: Job, params: Any) -> list[str]:
     """Continuations of the first tokens of some validation rows."""
     from meshpar.generate.sample import sample
     from meshpar.train.data import validation_batches
 
+    recipe, training, dataset = job.recipe, job.training, job.dataset
     batch = next(validation_batches(dataset, batch=recipe.train.batch, limit=1))
     length = min(16, recipe.data.seq)
     new = min(recipe.train.sample_tokens, recipe.model.max_seq - length)
     prompts = [[int(token) for token in row[:length]] for row in batch.tokens[:2]]
     rows = sample(training.model, training.plan, training.mesh, params, prompts, new_tokens=new, seed=recipe.train.seed)
-    return [dataset.tokenizer.decode(row) for row in rows]
+    # a model may have more tokens than its tokenizer, and early in training it samples them
+    return [dataset.tokenizer.decode(token for token in row if token < dataset.vocab) for row in rows]
 
 
-def write_config(out: Path, recipe: Any, training: Any, name: str) -> None:
+def write_config(job: Job) -> None:
     """Everything that the run was: resolved values, mesh, batch per device, versions."""
-    import jax
-
     from meshpar.train.values import to_json
 
-    batch = training.batch_sharding.shard_shape((training.batch, training.seq))
+    training = job.training
+    rows = training.batch_sharding.shard_shape((training.batch, training.seq))[0]
     values = {
-        "name": name,
-        "recipe": to_json(dataclasses.replace(recipe, plan=training.plan)),
-        "mesh": {axis: size for axis, size in training.mesh.shape.items()},
+        "name": job.name,
+        "recipe": to_json(dataclasses.replace(job.recipe, plan=training.plan)),
+        "mesh": dict(training.mesh.shape),
         "devices": [str(device) for device in training.mesh.devices.flat],
-        "rows_per_device_and_microbatch": batch[0] // training.plan.accumulate,
+        "rows_per_device_and_microbatch": rows // training.plan.accumulate,
         "parameters": training.model.size,
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")}},
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "command": sys.argv,
     }
-    (out / "config.json").write_text(json.dumps(values, indent=1, default=str))
+    (job.out / "config.json").write_text(json.dumps(values, indent=1))
 
 
 def version(package: str) -> str:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.interfaces import PyTree
 from meshpar.layout.context import Placement
-from meshpar.layout.resolve import map_leaves, place
+from meshpar.layout.resolve import map_leaves, place, shardings
 from meshpar.layout.rules import Rule, did_you_mean
 from meshpar.mesh.axes import AXES, BATCH_AXES
 from meshpar.mesh.build import abstract_mesh
@@ -145,11 +145,7 @@ class Plan:
         mesh = abstract_mesh(self.mesh)
         layouts = self.layouts()
         for layout in (layouts.params, layouts.compute, layouts.grads, layouts.optimizer):
-            map_leaves(
-                lambda path, leaf, axes, layout=layout: place(layout, axes, leaf.shape, mesh, path=path),
-                model.shapes,
-                model.axes,
-            )
+            shardings(layout, model.axes, model.shapes, mesh)
         if batch is not None:
             self._check_batch(batch)
         if seq is not None:
@@ -199,7 +195,9 @@ class Plan:
         for key in values:
             if key not in known:
                 raise ValueError(f"unknown plan key {key!r}{did_you_mean(key, known)}; plans have {', '.join(known)}")
-        parsed = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        parsed: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
         if "mesh" in parsed:
             parsed["mesh"] = MeshSpec.parse(parsed["mesh"])
         if "precision" in parsed:

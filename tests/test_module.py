@@ -178,7 +178,7 @@ def test_state_that_is_not_a_parameter_is_refused() -> None:
             super().__init__(rngs)
             self.seen = nnx.BatchStat(jnp.zeros(()))
 
-    with pytest.raises(ValueError, match="^Counting holds BatchStat; only nnx.Param is trained"):
+    with pytest.raises(ValueError, match=r"^Counting holds BatchStat; only nnx\.Param is trained"):
         abstract(Counting)
 
 

@@ -107,11 +107,11 @@ def _forward_block(
     highest = jnp.where(highest == -jnp.inf, 0.0, highest)
     weights = jnp.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True)
-    # A query that sees nothing: output 0, and a log-sum-exp that makes its probabilities 0 in the backward.
-    empty = total == 0.0
-    total = jnp.where(empty, 1.0, total)
+    # A query that sees nothing has only scores of -inf: with finite `highest` and `total` its probabilities and output
+    # are exactly 0, here and in the backward.
+    total = jnp.where(total == 0.0, 1.0, total)
     out = _product("bngrk,bnkd->bngrd", weights.astype(values.dtype), values) / total
-    return out.astype(rows.dtype), jnp.where(empty, jnp.inf, highest + jnp.log(total))
+    return out.astype(rows.dtype), highest + jnp.log(total)
 
 
 def _backward(

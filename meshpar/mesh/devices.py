@@ -58,6 +58,7 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs in ~/.cache/meshpar/xla, so that a second start of the same program does not compile;
     JAX_COMPILATION_CACHE_DIR moves it.
     """
-    if not jax.config.jax_compilation_cache_dir:
+    config: Any = jax.config  # the annotations of jax do not list the option
+    if not config.jax_compilation_cache_dir:
         home = Path(os.environ.get("MESHPAR_CACHE", Path.home() / ".cache" / "meshpar"))
-        jax.config.update("jax_compilation_cache_dir", str(home / "xla"))
+        config.update("jax_compilation_cache_dir", str(home / "xla"))

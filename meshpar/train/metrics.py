@@ -16,20 +16,24 @@ from meshpar.module import Model
 from meshpar.train.trainer import Hook
 
 
-def flops_per_token(model: Model, seq: int) -> float:
-    """FLOPs that training needs a token, forward and backward: 6 a parameter in matrix products and 12 layers * heads * head_dim * seq for attention.
+def flops_per_token(model: Model, seq: int) -> float | None:
+    """FLOPs that training needs a token, forward and backward: 6 a parameter in matrix products and 12 layers * heads *
+    head_dim * seq for attention; None for a model whose config does not name these sizes.
 
-    Rematerialisation does not count. A lookup table counts only when it is the output head too. Source: PaLM (Chowdhery et al. 2022), appendix B.
+    Rematerialisation does not count. A lookup table counts only when it is the output head too. Source: PaLM (Chowdhery
+    et al. 2022), appendix B.
     """
     config = model.config
+    if not all(hasattr(config, name) for name in ("padded_vocab", "embed", "layers", "heads", "head_size")):
+        return None
     table = 0 if getattr(config, "tied", False) else config.padded_vocab * config.embed
     return 6.0 * (model.size - table) + 12.0 * config.layers * config.heads * config.head_size * seq
 
 
-def mfu(flops: float, seconds: float, devices: Sequence[jax.Device]) -> float | None:
-    """Share of the devices' bf16 peak that `flops` in `seconds` are; None on hardware whose peak is not known."""
+def mfu(flops: float | None, seconds: float, devices: Sequence[jax.Device]) -> float | None:
+    """Share of the devices' bf16 peak that `flops` in `seconds` are; None where either is not known."""
     peak = peak_bf16(devices[0].device_kind)
-    return None if peak is None else flops / seconds / (peak * len(devices))
+    return None if peak is None or flops is None else flops / seconds / (peak * len(devices))
 
 
 class JsonLines:
@@ -42,11 +46,28 @@ class JsonLines:
         with self.path.open("a") as file:
             file.write(json.dumps(dict(values)) + "\n")
 
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Drops the lines of later steps, which a resumed run writes again, and returns those that stay."""
+        text = self.path.read_text() if self.path.exists() else ""
+        whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        kept = [values for values in whole if values["step"] <= step]
+        self.path.write_text("".join(json.dumps(values) + "\n" for values in kept))
+        return kept
+
 
 class Progress:
     """A bar with loss, tokens/s, MFU and time left; without a terminal a line every `every` seconds instead."""
 
-    def __init__(self, *, steps: int, start: int, tokens: int, flops: float, devices: Sequence[jax.Device], every: float = 15.0):
+    def __init__(
+        self,
+        *,
+        steps: int,
+        start: int,
+        tokens: int,
+        flops: float | None,
+        devices: Sequence[jax.Device],
+        every: float = 15.0,
+    ):
         """`tokens` and `flops` are of one step."""
         from rich.console import Console
 
@@ -73,7 +94,9 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -83,13 +106,14 @@ class Progress:
 
     def log(self, text: str) -> None:
         """Prints a line above the bar."""
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _on_metrics(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         self._recent = [*self._recent[-9:], seconds]
         pace = sorted(self._recent)[len(self._recent) // 2]
         share = mfu(self._flops, pace, self._devices)
-        text = f"loss {metrics['loss']:.4f}  {self._tokens / pace:,.0f} tokens/s  MFU {'n/a' if share is None else f'{share:.1%}'}"
+        utilisation = "n/a" if share is None else f"{share:.1%}"
+        text = f"loss {metrics['loss']:.4f}  {self._tokens / pace:,.0f} tokens/s  MFU {utilisation}"
         if self._bar:
             self._bar.update(self._task, completed=step, text=text)
         elif time.monotonic() - self._printed_at >= self._every or step == self._steps:
@@ -98,14 +122,16 @@ class Progress:
             self.log(f"step {step}/{self._steps}  {text}  {left:.0f} s left")
 
 
-def plot_losses(path: Path, train: Mapping[int, float], validation: Mapping[int, float], baselines: Mapping[str, float]) -> None:
-    """Draws loss in nats a token against steps, the validation losses as dots, the baselines as dashed lines, into a PNG."""
-    import matplotlib
+def plot_losses(
+    path: Path, train: Mapping[int, float], validation: Mapping[int, float], baselines: Mapping[str, float]
+) -> None:
+    """Draws loss in nats a token against steps, the validation losses as dots, the baselines as dashed lines, into a
+    PNG.
+    """
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     axes.plot(list(train), list(train.values()), linewidth=1, label="training")
     if validation:
         axes.plot(list(validation), list(validation.values()), "o-", label="validation")
@@ -116,4 +142,3 @@ def plot_losses(path: Path, train: Mapping[int, float], validation: Mapping[int,
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

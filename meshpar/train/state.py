@@ -61,7 +61,7 @@ def state_shardings(model: Model, tx: optax.GradientTransformation, plan: Plan, 
     Optimizer leaves that have no parameter's shape (counts, factored moments) are replicated.
     """
     layouts = plan.layouts()
-    replicated = NamedSharding(mesh, PartitionSpec())
+    replicated: Any = NamedSharding(mesh, PartitionSpec())  # the state's own type, with shardings for arrays
     optimizer = shardings(layouts.optimizer, model.axes, model.shapes, mesh)
     like = jax.tree.map(lambda shape, sharding: _Like(shape.shape, sharding), model.shapes, optimizer)
 

@@ -21,19 +21,31 @@ from meshpar.train.step import Metrics
 class Hook:
     """What to do along the way; `step` counts finished optimizer updates.
 
-    `on_metrics(step, metrics, seconds)` gets host floats, in order, one step behind the devices; seconds are since the step before was read.
-    `on_state(step, state)` gets the state right after its step was dispatched; the next step donates it, so it must not be kept.
+    `on_metrics(step, metrics, seconds)` gets host floats of every step, in order, once a later step was dispatched;
+    seconds are those since the metrics of the step before were read.
+    `on_state(step, state)` is called for the steps that `when` picks, after the metrics of all steps up to it, while
+    the devices wait; its time counts for no step. The next step donates the state, so it must not be kept.
     """
 
     on_metrics: Callable[[int, dict[str, float], float], None] | None = None
-    on_state: Callable[[int, TrainState], None] | None = None
+    on_state: Callable[[int, TrainState], object] | None = None
+    when: Callable[[int], bool] = lambda step: True
 
 
-def fit(training: Training, state: TrainState, batches: Iterator[Batch], *, start: int, steps: int, hooks: Sequence[Hook] = ()) -> TrainState:
+def fit(
+    training: Training,
+    state: TrainState,
+    batches: Iterator[Batch],
+    *,
+    start: int,
+    steps: int,
+    hooks: Sequence[Hook] = (),
+) -> TrainState:
     """Runs the updates start + 1 ... steps.
 
     Args:
       batches: host batches of this process, beginning with the one of update start + 1.
+      hooks: called in this order.
 
     Returns:
       The last state.
@@ -42,24 +54,25 @@ def fit(training: Training, state: TrainState, batches: Iterator[Batch], *, star
     pending: collections.deque[tuple[int, Metrics]] = collections.deque()
     read_at = time.perf_counter()
 
-    def read_oldest() -> None:
+    def read_until(left: int) -> None:
         nonlocal read_at
-        step, metrics = pending.popleft()
-        values = {name: float(value) for name, value in metrics.items()}
-        now = time.perf_counter()
-        for hook in hooks:
-            if hook.on_metrics:
-                hook.on_metrics(step, values, now - read_at)
-        read_at = time.perf_counter()
+        while len(pending) > left:
+            step, metrics = pending.popleft()
+            values = {name: float(value) for name, value in metrics.items()}
+            seconds, read_at = time.perf_counter() - read_at, time.perf_counter()
+            for hook in hooks:
+                if hook.on_metrics:
+                    hook.on_metrics(step, values, seconds)
 
     for step in range(start + 1, steps + 1):
-        while len(pending) >= limit:
-            read_oldest()
+        read_until(limit - 1)
         state, metrics = training.step(state, training.place(next(batches)))
         pending.append((step, metrics))
-        for hook in hooks:
-            if hook.on_state:
-                hook.on_state(step, state)
-    while pending:
-        read_oldest()
+        due = [hook.on_state for hook in hooks if hook.on_state and hook.when(step)]
+        if due:
+            read_until(0)
+            for on_state in due:
+                on_state(step, state)
+            read_at = time.perf_counter()
+    read_until(0)
     return state

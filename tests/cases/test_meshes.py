@@ -44,7 +44,8 @@ def test_c54_a_batch_that_does_not_divide_is_one_sentence_with_all_numbers(batch
     plan = Plan(mesh=MeshSpec(data=2, fsdp=4))
     with pytest.raises(
         ValueError,
-        match=rf"^batch={batch} is not divisible by data=2 x fsdp=4 x accumulate=1 = 8; use a multiple of 8, such as 8$",
+        match=rf"^batch={batch} is not divisible by data=2 x fsdp=4 x accumulate=1 = 8; "
+        "use a multiple of 8, such as 8$",
     ):
         build(model_of(LLAMA), recording_sgd(0.3), plan, batch=batch, seq=32, devices=jax.devices())
 

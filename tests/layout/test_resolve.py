@@ -8,7 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -26,10 +26,11 @@ LOGICAL = ("batch", "embed", "mlp", "heads", "layers", None)
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[Layout, Axes, tuple[int, ...], MeshSpec]:
     """A layout, an array and a mesh, fitting or not; sizes have enough factors that most fit."""
-    spec = MeshSpec(**{axis: draw(st.sampled_from([1, 1, 2, 3, 4])) for axis in MESH_AXES})
+    spec = MeshSpec(**{axis: draw(st.sampled_from([1, 2, 2, 3, 4])) for axis in MESH_AXES})
     axes = tuple(draw(st.lists(st.sampled_from(LOGICAL), max_size=4)))
-    shape = tuple(draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 96])) for _ in axes)
-    ruled = draw(st.lists(st.sampled_from(["batch", "embed", "mlp", "heads", "layers"]), unique=True, max_size=3))
+    shape = tuple(draw(st.sampled_from([1, 2, 4, 6, 12, 24, 48, 96])) for _ in axes)
+    present = sorted({axis for axis in axes if axis})
+    ruled = draw(st.lists(st.sampled_from(present), unique=True, max_size=2)) if present else []
     rules = tuple(
         Rule(
             logical=logical,
@@ -39,7 +40,7 @@ def placements(draw: st.DrawFn) -> tuple[Layout, Axes, tuple[int, ...], MeshSpec
         )
         for logical in ruled
     )
-    spread = tuple(draw(st.lists(st.sampled_from(MESH_AXES), unique=True, max_size=3)))
+    spread = tuple(draw(st.lists(st.sampled_from(MESH_AXES), unique=True, min_size=1, max_size=3)))
     return Layout(rules=rules, spread=spread), axes, shape, spec
 
 
@@ -56,6 +57,7 @@ def tried(layout: Layout, axes: Axes, shape: tuple[int, ...], spec: MeshSpec) ->
         return str(error)
 
 
+@settings(max_examples=300)
 @given(placements())
 def test_each_mesh_axis_splits_one_dim_and_every_split_divides(drawn: tuple) -> None:
     layout, axes, shape, spec = drawn
@@ -69,6 +71,7 @@ def test_each_mesh_axis_splits_one_dim_and_every_split_divides(drawn: tuple) -> 
     assert all(size % math.prod(spec.sizes[a] for a in dim) == 0 for size, dim in zip(shape, split, strict=True))
 
 
+@settings(max_examples=300)
 @given(placements())
 def test_bytes_on_a_device_times_the_degrees_in_use_are_all_bytes(drawn: tuple) -> None:
     layout, axes, shape, spec = drawn
@@ -82,6 +85,7 @@ def test_bytes_on_a_device_times_the_degrees_in_use_are_all_bytes(drawn: tuple) 
     assert leaf.bytes_per_device == 4 * math.prod(NamedSharding(mesh, placed.spec).shard_shape(shape))
 
 
+@settings(max_examples=300)
 @given(placements())
 def test_rules_come_first_and_spread_takes_what_they_left_but_never_layers(drawn: tuple) -> None:
     layout, axes, shape, spec = drawn
@@ -96,6 +100,7 @@ def test_rules_come_first_and_spread_takes_what_they_left_but_never_layers(drawn
         assert logical != "layers" or dim == ruled
 
 
+@settings(max_examples=300)
 @given(placements())
 def test_a_spread_axis_is_left_out_only_where_no_dim_divides_and_a_note_says_so(drawn: tuple) -> None:
     layout, axes, shape, spec = drawn
@@ -111,6 +116,7 @@ def test_a_spread_axis_is_left_out_only_where_no_dim_divides_and_a_note_says_so(
     assert (set(noted[1].split()) if noted else set()) == left
 
 
+@settings(max_examples=300)
 @given(placements())
 def test_a_refusal_is_one_sentence_that_names_the_array(drawn: tuple) -> None:
     placed = tried(*drawn)

@@ -154,7 +154,7 @@ def test_sums_are_weighted_sums_over_tokens():
     np.testing.assert_allclose(got["tokens"], np.asarray(weights).sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 4, 6, 100])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_pieces_of_any_size_give_the_same(chunk):
     head, x, weights = head_data()
     assert_trees_close(summed(chunk, head, x, weights), summed(None, head, x, weights), names=("pieces", "whole"))

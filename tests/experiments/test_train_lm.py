@@ -1,0 +1,268 @@
+"""The command line `python -m experiments.train_lm`: what it refuses, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from experiments.train_lm import main
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = {
+    "model.layers": 2,
+    "model.embed": 32,
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "model.mlp": 64,
+    "model.vocab": 300,
+    "model.max_seq": 64,
+    "data.tokenizer": "bytes",
+    "data.seq": 32,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup": 2,
+    "train.batch": 8,
+    "train.steps": 6,
+    "train.eval_every": 2,
+    "train.eval_batches": 2,
+    "train.sample_tokens": 4,
+    "mesh": "data=2 tensor=2",
+    "precision.compute": "fp32",
+    "unroll": 1,
+}
+
+
+def arguments(text: Path | str, **changes: Any) -> list[str]:
+    """The command line of a tiny run on the text of a file; keys of changes have "__" for "."."""
+    values = TINY | {"data.source": text} | {key.replace("__", "."): value for key, value in changes.items()}
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))
+    return file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Tokens of these tests stay out of the user's cache, and the 8 devices are there: the script would emulate as many
+    as its mesh has.
+    """
+    assert jax.device_count() == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHPAR_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of 6 updates that nothing interrupted, with a checkpoint after 3."""
+
+    folder: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    printed = []
+    with pytest.MonkeyPatch.context() as patch:  # capsys ends with each test
+        patch.setattr("rich.console.Console.print", lambda self, line="", **_: printed.append(str(line)))
+        assert main([*arguments(text), "--out", str(folder)]) == 0
+    return Finished(folder=folder, printed="\n".join(printed))
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metrics_of(folder) if "loss" in line}
+
+
+def test_a_run_folder_holds_the_resolved_config(finished: Finished) -> None:
+    config = json.loads((finished.folder / "config.json").read_text())
+    assert config["recipe"]["model"]["embed"] == 32
+    assert config["recipe"]["plan"]["mesh"] == "data=2 tensor=2"
+    assert config["recipe"]["train"]["steps"] == 6
+    assert {axis: size for axis, size in config["mesh"].items() if size > 1} == {"data": 2, "tensor": 2}
+    assert len(config["devices"]) == 4
+    assert config["rows_per_device_and_microbatch"] == 4
+    assert config["versions"]["jax"] == jax.__version__
+    assert config["parameters"] > 0
+
+
+def test_every_step_and_every_validation_is_a_line_of_json(finished: Finished) -> None:
+    lines = metrics_of(finished.folder)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    # warm-up over 2 updates from 0, then the peak of the recipe
+    assert [line["lr"] for line in steps] == pytest.approx([0.0, 1.5e-3, 3e-3, 3e-3, 3e-3, 3e-3])
+    assert all(line["tokens"] == 8 * 32 and line["seconds"] > 0 and line["grad_norm"] > 0 for line in steps)
+    assert all(line["mfu"] is None for line in steps)  # the peak of a CPU is not known
+    assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4, 6]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_a_run_ends_with_summary_picture_and_sampled_text(finished: Finished) -> None:
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    last = [line["validation_loss"] for line in metrics_of(finished.folder) if "validation_loss" in line][-1]
+    assert summary["steps"] == 6 and summary["validation_loss"] == last
+    assert 0 < summary["bigram_loss"] < summary["unigram_loss"]
+    assert (finished.folder / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert (finished.folder / "samples.txt").read_text().count("----") == 1
+    assert (finished.folder / "tokenizer.json").exists()
+    for told in ("first step after", "MFU n/a", f"validation loss {last:.4f}", "bigram", str(finished.folder)):
+        assert told in finished.printed
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(text: Path, tmp_path: Path, finished: Finished) -> None:
+    folder = tmp_path / "stopped"
+    assert main([*arguments(text, train__steps=4, train__checkpoint_every=3), "--out", str(folder)]) == 0
+    # as if it had been killed in the middle of update 5: one more line and a half, and no checkpoint after 3
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')
+    (folder / "checkpoints" / "4").rename(tmp_path / "gone")
+    assert main([*arguments(text), "--out", str(folder), "--resume"]) == 0
+    assert [line["step"] for line in metrics_of(folder) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert losses_of(folder) == losses_of(finished.folder)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+Capsys = pytest.CaptureFixture[str]
+
+
+def refused(command: list[str], capsys: Capsys) -> str:
+    """The one sentence on stderr of a command line that ends with exit code 2."""
+    capsys.readouterr()
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.endswith("\n") and captured.err.count("\n") == 1
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+BAD_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"mesh": "data=-1 fsdp=-1"}, "leaves data and fsdp open, but only one may be -1"),
+    ({"mesh": "data=2 tensr=2"}, "unknown mesh axis 'tensr'; did you mean 'tensor'?"),
+    ({"mesh": "data=16"}, "16 devices asked for and 8 cpu devices are there"),
+    ({"mesh": "stage=2"}, "no stage parallelism in this version"),
+    ({"mesh": "expert=2"}, "no expert parallelism in this version"),
+    ({"mesh": "data=two"}, "mesh axis data=two is not an integer"),
+    ({"train__step": 3}, "unknown key 'train.step'; did you mean 'train.steps'?"),
+    ({"train__steps": "many"}, "train.steps=many should be an integer"),
+    ({"train__steps": 0}, "train.steps=0 must be at least 1"),
+    (
+        {"mesh": "data=2 fsdp=2", "accumulate": 4},
+        "batch=8 is not divisible by data=2 x fsdp=2 x accumulate=4 = 16; use a multiple of 16, such as 16",
+    ),
+    ({"model__heads": 6, "model__kv_heads": 6, "model__embed": 48, "mesh": "tensor=4"}, "heads=6 is not divisible by"),
+    ({"model__heads": 6, "model__kv_heads": 3, "model__embed": 48, "mesh": "tensor=2"}, "kv_heads=3 is not divisible"),
+    ({"model__heads": 4, "model__kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+    ({"model__mlp": 66, "mesh": "tensor=4"}, "mlp=66 is not divisible by tensor=4"),
+    ({"rules": "embed:tensor"}, "mesh axis 'tensor' would split two dims"),
+    ({"rules": "embed:tensr"}, "unknown mesh axis 'tensr'; did you mean 'tensor'?"),
+    ({"data__seq": 65}, "seq=65 is longer than the model's max_seq=64"),
+    (
+        {"data__source": "stdlb"},
+        "source='stdlb' is neither a known corpus nor an existing path; did you mean 'stdlib'?",
+    ),
+    ({"data__tokenizer": "byte"}, "tokenizer='byte' is not known; did you mean 'bytes'?"),
+    ({"model__vocab": 200}, "the tokenizer bytes has 257 tokens and model.vocab=200"),
+    ({"train__batch": 4096}, "training rows of seq=32 tokens and one batch needs 4096"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), BAD_VALUES, ids=[sentence for _, sentence in BAD_VALUES])
+def test_a_bad_value_is_one_sentence_and_leaves_no_folder(
+    changes: dict[str, Any], sentence: str, text: Path, tmp_path: Path, capsys: Capsys
+) -> None:
+    assert sentence in refused([*arguments(text, **changes), "--out", str(tmp_path / "run")], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (
+            ["--devices", "8"],
+            "mesh data=2 tensor=2 is 4 devices but 8 are there; set one axis to -1 or change the sizes",
+        ),
+        (["--devices", "0"], "--devices 0 is below 1"),
+        (["--recipe", "llama_tiny_stdlb"], "unknown recipe 'llama_tiny_stdlb'; did you mean 'llama_tiny_stdlib'?"),
+        (["--recipe", "nowhere:tiny"], "no module 'nowhere' here"),
+        (["--set", "train.steps"], "override 'train.steps' is not key=value"),
+        (["--resume"], "--resume does not say which run to continue; name its folder with --out"),
+    ],
+)
+def test_a_bad_option_is_one_sentence(command: list[str], sentence: str, text: Path, capsys: Capsys) -> None:
+    assert sentence in refused([*arguments(text), *command], capsys)
+
+
+@pytest.mark.parametrize("content", ["", " \n\n"])
+def test_an_empty_text_is_one_sentence(content: str, tmp_path: Path, capsys: Capsys) -> None:
+    (tmp_path / "empty.txt").write_text(content)
+    sentence = refused([*arguments(tmp_path / "empty.txt"), "--out", str(tmp_path / "run")], capsys)
+    assert "holds only blank text" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_shorter_than_a_batch_is_one_sentence(tmp_path: Path, capsys: Capsys) -> None:
+    (tmp_path / "short.txt").write_text("one line of text\n" * 10)
+    sentence = refused([*arguments(tmp_path / "short.txt"), "--out", str(tmp_path / "run")], capsys)
+    assert "training rows of seq=32 tokens and one batch needs 8; use more text" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_old_run_is_neither_overwritten_nor_continued_unasked(
+    text: Path, tmp_path: Path, finished: Finished, capsys: Capsys
+) -> None:
+    before = (finished.folder / "metrics.jsonl").read_bytes()
+    assert "continue it with --resume" in refused([*arguments(text), "--out", str(finished.folder)], capsys)
+    again = [*arguments(text), "--out", str(finished.folder), "--resume"]
+    assert "has 6 updates behind it and train.steps=6" in refused(again, capsys)
+    assert (finished.folder / "metrics.jsonl").read_bytes() == before
+    crashed = tmp_path / "crashed"  # a run that ended before its first checkpoint
+    crashed.mkdir()
+    (crashed / "config.json").write_text("{}")
+    assert "choose another --out, or delete it" in refused([*arguments(text), "--out", str(crashed)], capsys)
+
+
+def test_resuming_without_a_checkpoint_is_one_sentence(text: Path, tmp_path: Path, capsys: Capsys) -> None:
+    sentence = refused([*arguments(text), "--out", str(tmp_path / "run"), "--resume"], capsys)
+    assert "holds no checkpoint; leave --resume out to start there" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_keys_lists_what_can_be_set(capsys: Capsys) -> None:
+    assert main(["--keys"]) == 0
+    shown = capsys.readouterr().out
+    assert "train.steps" in shown and "mesh" in shown and "optimizer.lr" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["--set", "mesh=data=3 fsdp=-1", "--devices", "8"], "does not divide 8"),
+        (["--set", "mash=data=2"], "unknown key 'mash'; did you mean 'mesh'?"),
+    ],
+)
+def test_a_real_process_says_one_sentence_and_exits_with_2(command: list[str], sentence: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "experiments.train_lm", "--out", str(tmp_path / "run"), *command]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
