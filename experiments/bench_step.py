@@ -242,16 +242,17 @@ class Timer:
     def block(self, steps: int) -> None:
         """Runs `steps` steps; the first, which finds the other's data in the caches, is not counted."""
         self.losses.append(self._step(len(self.losses)))
-        seconds, cpu = [], _cpu_seconds()
+        seconds, cpu = [], cpu_seconds()
         for _ in range(steps - 1):
             begun = time.perf_counter()
             self.losses.append(self._step(len(self.losses)))
             seconds.append(time.perf_counter() - begun)
         self.seconds.append(tuple(seconds))
-        self.cpu_seconds.append(_cpu_seconds() - cpu)
+        self.cpu_seconds.append(cpu_seconds() - cpu)
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """CPU seconds of this process so far, all threads, user and system."""
     times = os.times()
     return times.user + times.system
 

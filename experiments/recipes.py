@@ -17,7 +17,7 @@ from models.llama import LlamaConfig
 
 
 def llama_tiny_stdlib() -> Recipe:
-    """1.2M-parameter Llama on the Python standard library's own source: beats a bigram model in minutes on a laptop."""
+    """1M-parameter Llama on the Python standard library's own source: beats a bigram model in minutes on a laptop."""
     return Recipe(
         model=LlamaConfig(vocab=1024, layers=4, embed=128, heads=4, kv_heads=2, mlp=384, max_seq=256),
         # One device by default; emulate more and say how to use them with --set mesh="data=2 fsdp=2 tensor=2".
@@ -67,11 +67,11 @@ def gpt_tiny_stdlib() -> Recipe:
 def llama_125m() -> Recipe:
     """Llama with 125M parameters on one node of 8 GPUs: the weights fit everywhere, so only the batch is split."""
     return Recipe(
-        model=LlamaConfig(vocab=32_000, layers=12, embed=768, heads=12, kv_heads=12, mlp=2048, max_seq=2048, tied=True),
+        model=LlamaConfig(vocab=50_257, layers=12, embed=768, heads=12, kv_heads=12, mlp=2048, max_seq=2048, tied=True),
         # ZeRO 1: parameters whole on each GPU (0.5 GB), moments spread; no gathers in the step but one of the new
         # parameters.
         plan=Plan(mesh=MeshSpec(data=8), zero=1, precision=Policy(compute="bf16"), remat="none"),
-        data=DataConfig(source="stdlib", tokenizer="bpe:32000", seq=2048),
+        data=DataConfig(source="stdlib", tokenizer="bpe:50257", seq=2048),
         optimizer=OptimizerConfig(lr=6e-4, warmup=700, weight_decay=0.1),
         # 256 x 2048 = 0.5M tokens an update, as GPT-3's 125M (Brown et al. 2020, table 2.1).
         train=RunConfig(steps=19_000, batch=256, eval_every=1000, checkpoint_every=1000),

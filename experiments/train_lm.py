@@ -74,11 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
 def print_keys(recipe: Any) -> None:
     """Every key of a recipe as a table."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from meshpar.train.recipe import describe_keys
 
-    table = Table("key", "value", "type", "meaning", box=None)
+    table = Table(Column("key", no_wrap=True), "value", "type", "meaning", box=None)
     for key in describe_keys(recipe):
         table.add_row(key.key, str(key.value), key.type, key.comment)
     Console().print(table)

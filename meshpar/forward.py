@@ -55,7 +55,9 @@ class Forward:
             return y, dict(aux)
 
         block = remat(block, self.plan.remat, self.plan.remat_save)
-        x, aux = loop(block, x, params["blocks"], self.model.layers, self.plan.unroll)
+        # Written-out layers would be merged with their second run, on XLA:CPU even across barriers, and save nothing.
+        unroll = self.plan.unroll if self.plan.remat == "none" else 1
+        x, aux = loop(block, x, params["blocks"], self.model.layers, unroll)
         return lm, x, aux
 
 

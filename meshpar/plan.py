@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from meshpar.attention.attend import BACKENDS
 from meshpar.interfaces import PyTree
 from meshpar.layout.context import Placement
 from meshpar.layout.resolve import map_leaves, place, shardings
-from meshpar.layout.rules import Rule, did_you_mean
+from meshpar.layout.rules import LOGICAL_AXES, Rule, did_you_mean
 from meshpar.mesh.axes import AXES, BATCH_AXES
 from meshpar.mesh.build import abstract_mesh
 from meshpar.mesh.spec import MeshSpec
@@ -29,6 +31,15 @@ from meshpar.parallel.tensor import megatron
 from meshpar.parallel.zero import zero
 from meshpar.precision.policy import Policy
 from meshpar.precision.remat import SAVE_NAMES, Remat
+
+# What every decoder constrains; rules that split two dims of one of these by one mesh axis are refused at the door.
+ACTIVATIONS = (
+    "batch seq_residual embed",
+    "batch seq heads head_dim",
+    "batch seq kv_heads head_dim",
+    "batch seq mlp",
+    "batch seq vocab",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +66,7 @@ class Plan:
     remat: Remat = "none"
     remat_save: tuple[str, ...] = ("qkv", "attention", "mlp_gate")
     # Layers per iteration of the layer loop; 0 writes all layers out. More run faster (fewer copies into stacked
-    # buffers) and compile longer.
+    # buffers) and compile longer. With rematerialisation it is always 1.
     unroll: int = 1
     # Positions per piece of the loss; None computes all logits at once. Pieces bound the memory of logits at the cost
     # of a second head product.
@@ -64,6 +75,8 @@ class Plan:
     attention: str = "auto"
 
     def __post_init__(self) -> None:
+        if isinstance(self.mesh, str):
+            object.__setattr__(self, "mesh", MeshSpec.parse(self.mesh))
         object.__setattr__(self, "rules", {name: tuple(axes) for name, axes in dict(self.rules).items()})
         if self.zero not in (None, 0, 1, 2, 3):
             raise ValueError(
@@ -82,6 +95,11 @@ class Plan:
             raise ValueError(
                 f"remat={self.remat!r} is not one of "
                 f"{', '.join(get_args(Remat))}{did_you_mean(str(self.remat), get_args(Remat))}"
+            )
+        if self.attention not in BACKENDS:
+            raise ValueError(
+                f"attention={self.attention!r} is not one of {', '.join(BACKENDS)}"
+                f"{did_you_mean(self.attention, BACKENDS)}"
             )
         for name in self.remat_save:
             if name not in SAVE_NAMES:
@@ -146,6 +164,14 @@ class Plan:
         layouts = self.layouts()
         for layout in (layouts.params, layouts.compute, layouts.grads, layouts.optimizer):
             shardings(layout, model.axes, model.shapes, mesh)
+        known = {*LOGICAL_AXES, *jax.tree.leaves(model.axes)}
+        for name in self.rules:
+            if name not in known and (hint := did_you_mean(name, known)):
+                raise ValueError(f"rules name {name!r}, an axis of no parameter{hint}")
+        whole = math.prod(self.mesh.sizes.values())
+        for activation in ACTIVATIONS:
+            axes = tuple(activation.split())
+            place(layouts.compute, axes, (whole,) * len(axes), mesh, path=f"activations of {activation}")
         if batch is not None:
             self._check_batch(batch)
         if seq is not None:
@@ -201,7 +227,14 @@ class Plan:
         if "mesh" in parsed:
             parsed["mesh"] = MeshSpec.parse(parsed["mesh"])
         if "precision" in parsed:
-            parsed["precision"] = Policy(**parsed["precision"])
+            precision = parsed["precision"]
+            names = [f.name for f in dataclasses.fields(Policy)]
+            for key in precision:
+                if key not in names:
+                    raise ValueError(
+                        f"unknown key precision.{key}{did_you_mean(key, names)}; precision has {', '.join(names)}"
+                    )
+            parsed["precision"] = Policy(**precision)
         return cls(**parsed)
 
 

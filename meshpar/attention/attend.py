@@ -27,6 +27,7 @@ from meshpar.layout.constrain import constrain
 from meshpar.layout.context import Placement, current
 from meshpar.layout.resolve import place
 from meshpar.layout.rules import did_you_mean
+from meshpar.precision.remat import save_name
 
 BACKENDS = ("auto", "reference", "xla", "cudnn", "splash")
 _PLATFORM = {"cudnn": "gpu", "splash": "tpu"}
@@ -72,7 +73,7 @@ def attend(
         k, v = _match_heads(q, k, v, placement)
     backend = _choose(q, k, segments, softcap, placement)
     if backend == "reference" or dropout > 0.0:
-        return attention_reference(
+        out = attention_reference(
             q,
             k,
             v,
@@ -84,10 +85,20 @@ def attend(
             dropout=dropout,
             key=key,
         )
+        return save_name(out, "attention")
     if backend == "cudnn":
         return attention_cudnn(q, k, v, causal=causal, window=window, scale=scale)
     compute = attention_splash if backend == "splash" else attention_blocked
     return compute(q, k, v, segments=segments, causal=causal, window=window, scale=scale, softcap=softcap)
+
+
+def check_backend(name: str, platform: str) -> None:
+    """Raises ValueError when the backend `name` does not run on the devices of `platform`."""
+    if name in _PLATFORM and platform != _PLATFORM[name]:
+        raise ValueError(
+            f'attention="{name}" runs on {_PLATFORM[name]} and these devices are {platform}; '
+            'use attention="auto" or "xla"'
+        )
 
 
 def _choose(
@@ -97,11 +108,7 @@ def _choose(
     if asked not in BACKENDS:
         raise ValueError(f"attention={asked!r} is not one of {', '.join(BACKENDS)}{did_you_mean(asked, BACKENDS)}")
     platform = _platform(placement)
-    if asked in _PLATFORM and platform != _PLATFORM[asked]:
-        raise ValueError(
-            f'attention="{asked}" runs on {_PLATFORM[asked]} and these devices are {platform}; '
-            'use attention="auto" or "xla"'
-        )
+    check_backend(asked, platform)
     kernel = {"tpu": "splash", "gpu": "cudnn"}.get(platform) if asked == "auto" else asked
     refusal = None
     if kernel == "cudnn":

@@ -96,5 +96,10 @@ def _refuse_repeats(mesh_axes: tuple[str, ...], where: str) -> None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'embed'?"` when a known name is close, else the empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+
+    def likeness(candidate: str) -> float:  # to the whole name or to its beginning: llama_tny is llama_tiny_stdlib
+        beginning = candidate[: len(name) + 1]
+        return max(difflib.SequenceMatcher(a=name, b=text).ratio() for text in (candidate, beginning))
+
+    best = max(known, key=likeness, default="")
+    return f"; did you mean {best!r}?" if best and likeness(best) >= 0.6 else ""

@@ -33,10 +33,9 @@ def save_name(x: jax.Array, name: str) -> jax.Array:
 
 
 def remat(function: Callable[..., Any], mode: Remat, save: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """`function` under the mode; `save` are the names that "selective" keeps.
+    """`function`, the body of a scan, under the mode; `save` are the names that "selective" keeps.
 
-    Where layers are written out instead of scanned, XLA would merge the two forwards and keep what was to be computed
-    again: `prevent_cse` stops it. Mode "none" computes only casts and gathers again and needs no barrier.
+    In a scan XLA cannot merge the forward with its second run, so `prevent_cse` and its barriers are off.
     """
     if mode == "full":
         policy = jax.checkpoint_policies.nothing_saveable
@@ -44,4 +43,4 @@ def remat(function: Callable[..., Any], mode: Remat, save: tuple[str, ...] = ())
         policy = jax.checkpoint_policies.save_only_these_names(*save)
     else:
         policy = jax.checkpoint_policies.save_anything_except_these_names(WEIGHTS)
-    return jax.checkpoint(function, policy=policy, prevent_cse=mode != "none")
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

@@ -17,11 +17,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from meshpar.attention.attend import check_backend
 from meshpar.forward import Forward
 from meshpar.interfaces import Batch, PyTree
 from meshpar.layout.context import placed
 from meshpar.layout.resolve import place
 from meshpar.mesh.build import build_mesh
+from meshpar.mesh.devices import use_compilation_cache
 from meshpar.module import Model
 from meshpar.plan import Plan
 from meshpar.train.state import TrainState, init_state, state_shardings
@@ -109,6 +111,8 @@ def build(
     plan = plan.on(len(devices) if devices is not None else jax.device_count())
     plan.check(model, batch=batch, seq=seq)
     mesh = build_mesh(plan.mesh, devices)
+    check_backend(plan.attention, mesh.devices.flat[0].platform)
+    use_compilation_cache()
     spec = place(plan.layouts().compute, ("batch", "seq"), (batch, seq), mesh, path="batch").spec
     batch_sharding = NamedSharding(mesh, spec)
     shardings = state_shardings(model, tx, plan, mesh)

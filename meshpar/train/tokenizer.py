@@ -68,7 +68,8 @@ class ByteTokenizer:
         return [np.append(self.encode(text), np.uint16(self.eod)) for text in documents]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(i for i in map(int, ids) if i != self.eod).decode(errors="replace")
+        known = (i for i in map(int, ids) if i != self.eod)
+        return bytes(i if i < 256 else 0xFF for i in known).decode(errors="replace")  # 0xFF is never valid: U+FFFD
 
     def save(self, folder: Path) -> None:
         (folder / _FILE).write_text(json.dumps({"type": "bytes"}))

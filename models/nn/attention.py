@@ -72,5 +72,5 @@ class Attention(nnx.Module):
         y = attend(
             q, k, v, segments=segments, window=self.window, dropout=self.dropout if key is not None else 0.0, key=key
         )
-        y = save_name(constrain(y, "batch seq heads head_dim", name="attention"), "attention")
+        y = constrain(y, "batch seq heads head_dim", name="attention")  # attend has tagged it for rematerialisation
         return self.out.add_bias(constrain(self.out(y), "batch seq_residual embed", name="attention output"))

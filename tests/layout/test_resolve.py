@@ -57,7 +57,7 @@ def tried(layout: Layout, axes: Axes, shape: tuple[int, ...], spec: MeshSpec) ->
         return str(error)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(placements())
 def test_each_mesh_axis_splits_one_dim_and_every_split_divides(drawn: tuple) -> None:
     layout, axes, shape, spec = drawn
@@ -71,7 +71,7 @@ def test_each_mesh_axis_splits_one_dim_and_every_split_divides(drawn: tuple) -> 
     assert all(size % math.prod(spec.sizes[a] for a in dim) == 0 for size, dim in zip(shape, split, strict=True))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(placements())
 def test_bytes_on_a_device_times_the_degrees_in_use_are_all_bytes(drawn: tuple) -> None:
     layout, axes, shape, spec = drawn
@@ -85,7 +85,7 @@ def test_bytes_on_a_device_times_the_degrees_in_use_are_all_bytes(drawn: tuple) 
     assert leaf.bytes_per_device == 4 * math.prod(NamedSharding(mesh, placed.spec).shard_shape(shape))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(placements())
 def test_rules_come_first_and_spread_takes_what_they_left_but_never_layers(drawn: tuple) -> None:
     layout, axes, shape, spec = drawn
@@ -100,7 +100,7 @@ def test_rules_come_first_and_spread_takes_what_they_left_but_never_layers(drawn
         assert logical != "layers" or dim == ruled
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(placements())
 def test_a_spread_axis_is_left_out_only_where_no_dim_divides_and_a_note_says_so(drawn: tuple) -> None:
     layout, axes, shape, spec = drawn
@@ -116,7 +116,7 @@ def test_a_spread_axis_is_left_out_only_where_no_dim_divides_and_a_note_says_so(
     assert (set(noted[1].split()) if noted else set()) == left
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(placements())
 def test_a_refusal_is_one_sentence_that_names_the_array(drawn: tuple) -> None:
     placed = tried(*drawn)
