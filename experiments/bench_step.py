@@ -103,12 +103,12 @@ def main(arguments: list[str] | None = None) -> int:
             results.append(in_fresh_process(measure, mesh, dtype, options.overrides, blocks, options.steps))
             done = f"{mesh} {dtype} done" + (f": wall {results[-1].wall_ratio()[0]:.2f}" if blocks else "")
             print(done, file=sys.stderr, flush=True)
+            if options.out:  # after each cell, so that a run that is stopped leaves what it has
+                options.out.write_text(json.dumps([dataclasses.asdict(cell) for cell in results], indent=1))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print_results(results, timed=not options.only_memory)
-    if options.out:
-        options.out.write_text(json.dumps([dataclasses.asdict(cell) for cell in results], indent=1))
     return 0
 
 
@@ -130,8 +130,8 @@ def parse_cell(text: str) -> list[tuple[str, str]]:
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` in a new interpreter: the number of emulated devices is fixed once jax has started, and
-    one device of many is slower than a single one.
+    """`function(*arguments)` in a new interpreter: the number of emulated devices, and with it of XLA's threads, is
+    fixed once jax has started.
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()

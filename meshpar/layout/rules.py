@@ -98,7 +98,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'embed'?"` when a known name is close, else the empty string."""
 
     def likeness(candidate: str) -> float:  # to the whole name or to its beginning: llama_tny is llama_tiny_stdlib
-        beginning = candidate[: len(name) + 1]
+        beginning = candidate[: len(name)]
         return max(difflib.SequenceMatcher(a=name, b=text).ratio() for text in (candidate, beginning))
 
     best = max(known, key=likeness, default="")
