@@ -25,6 +25,7 @@ from meshpar.mesh.spec import MeshSpec
 # Unoptimised code computes the same sums; compiling it takes half the time, and tests run for milliseconds.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 emulate(8)
+jax.devices()  # starts the backend, so that no test starts it with other devices
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # The same examples in every run; no deadline, since a core may be busy with another device.
 settings.register_profile("meshpar", deadline=None, derandomize=True)
