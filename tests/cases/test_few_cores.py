@@ -31,7 +31,9 @@ print("finished", seen[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("taskset"), reason="pins a process to one core with taskset (Linux)")
+@pytest.mark.skipif(
+    not shutil.which("taskset"), reason="taskset (util-linux), which pins a process to one core, is not here"
+)
 def test_c42_eight_devices_train_on_one_core() -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     core = str(min(os.sched_getaffinity(0)))
