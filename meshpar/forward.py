@@ -1,8 +1,7 @@
 """A model's parts driven under a plan: weights to their compute layout, blocks in a scan, hidden states out.
 
 The step, the sampler and the evaluation share this forward. Weights are cast and gathered inside the layer loop, so
-that with ZeRO 3 one layer is whole at a time; their gradients are reduced straight into the gradient layout on the way
-back.
+that with ZeRO 3 one layer is whole at a time; their gradients are reduced inside that loop on the way back.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from meshpar.interfaces import Axes, Batch, LanguageModel, PyTree
+from meshpar.layout.constrain import split_as
 from meshpar.layout.resolve import map_leaves, place
 from meshpar.module import Model, is_norm_or_bias
-from meshpar.parallel.compose import Layouts
 from meshpar.plan import Plan
 from meshpar.precision.remat import WEIGHTS, remat
 
@@ -28,6 +27,8 @@ from meshpar.precision.remat import WEIGHTS, remat
 class Forward:
     """A model, a plan and a mesh, ready to run inside a traced function whose placement is entered.
 
+    `manual_axes` are the mesh axes that a surrounding `shard_map` has made manual.
+
     Calling it: `(params, batch, key) -> (module bound to usable weights, hidden states [batch, seq_residual, embed],
     auxiliary sums by name)`.
     """
@@ -35,11 +36,12 @@ class Forward:
     model: Model
     plan: Plan
     mesh: Mesh
+    manual_axes: frozenset[str] = frozenset()
 
     def __call__(
         self, params: PyTree, batch: Batch, key: jax.Array | None
     ) -> tuple[LanguageModel, jax.Array, dict[str, jax.Array]]:
-        use = weights_in_use(self.plan, self.mesh)
+        use = weights_in_use(self.plan, self.mesh, self.manual_axes)
         shared = {name: value for name, value in params.items() if name != "blocks"}
         shared_axes = {name: value for name, value in self.model.axes.items() if name != "blocks"}
         lm = self.model.bind({**use(shared, shared_axes), "blocks": params["blocks"]})
@@ -87,43 +89,24 @@ def loop(
     return x, {name: value.sum() for name, value in aux.items()}
 
 
-def weights_in_use(plan: Plan, mesh: Mesh) -> Callable[[PyTree, PyTree], PyTree]:
+def weights_in_use(
+    plan: Plan, mesh: Mesh, manual_axes: frozenset[str] = frozenset()
+) -> Callable[[PyTree, PyTree], PyTree]:
     """A function (weights, axes) -> the same weights as the model computes with them: cast, and gathered to the compute
     layout.
 
-    Cost with ZeRO 3: all-gather over the ZeRO axes, (n-1) shards a device, in the compute dtype; the backward reduces
-    the gradients to the gradient layout.
+    Cost with ZeRO 3: all-gather over the ZeRO axes, (n-1) shards a device, in the compute dtype.
+
+    The transpose of the constraint brings each gradient to the compute layout, as the product that makes it is split,
+    so that it is summed there: asked for the gradient layout at once, XLA would rather move the activations. It is
+    sliced into the gradient layout after that, which TPU and GPU fuse with the sum into a reduce-scatter.
     """
-    layouts = plan.layouts()
+    layout = plan.layouts().compute
 
     def one(path: str, weight: jax.Array, axes: Axes) -> jax.Array:
         dtype = weight.dtype if is_norm_or_bias(path) else plan.precision.compute_dtype
-        if mesh.size == 1:
-            return checkpoint_name(weight.astype(dtype), WEIGHTS)
-        return checkpoint_name(_relayout(layouts, mesh, path, axes, weight.shape, weight.dtype, dtype)(weight), WEIGHTS)
+        spec = place(layout, axes, weight.shape, mesh, path=path, manual_axes=manual_axes).spec
+        # cast first: half the bytes are gathered
+        return checkpoint_name(split_as(weight.astype(dtype), spec, mesh, manual_axes), WEIGHTS)
 
     return lambda weights, axes: map_leaves(one, weights, axes)
-
-
-def _relayout(
-    layouts: Layouts, mesh: Mesh, path: str, axes: Axes, shape: tuple[int, ...], stored: Any, used: Any
-) -> Callable[[jax.Array], jax.Array]:
-    compute = NamedSharding(mesh, place(layouts.compute, axes, shape, mesh, path=path).spec)
-    grads = NamedSharding(mesh, place(layouts.grads, axes, shape, mesh, path=path).spec)
-
-    @jax.custom_vjp
-    def relayout(weight: jax.Array) -> jax.Array:
-        # cast first: half the bytes are gathered
-        return jax.lax.with_sharding_constraint(weight.astype(used), compute)
-
-    def forward(weight: jax.Array) -> tuple[jax.Array, None]:
-        return relayout(weight), None
-
-    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        # First as the product that makes it is split, so that it is summed there; straight into the gradient layout,
-        # XLA would rather move the activations. TPU and GPU fuse the all-reduce and the slice into a reduce-scatter.
-        gradient = jax.lax.with_sharding_constraint(gradient, compute)
-        return (jax.lax.with_sharding_constraint(gradient.astype(stored), grads),)
-
-    relayout.defvjp(forward, backward)
-    return relayout

@@ -7,6 +7,7 @@ before anything compiles, against the model, the batch and the mesh; it goes to 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -137,6 +138,20 @@ class Plan:
         if self.zero_stage == 3:
             return ("fsdp",) if self.mesh.fsdp != 1 else ("data",)
         return BATCH_AXES
+
+    @property
+    def summed_once(self) -> tuple[str, ...]:
+        """The batch axes over which accumulation sums gradients once a step: those that split neither parameters nor
+        gradients, where each device can keep the sum of its own microbatches.
+
+        ZeRO 2 and 3 spread the gradients, so they reduce each microbatch's and hold a part: less memory, more bytes.
+        """
+        layouts = self.layouts()
+        batch = layouts.compute.rule("batch")
+        in_use = {axis for rule in layouts.compute for axis in rule.mesh_axes if rule.logical != "batch"}
+        in_use.update(layouts.params.spread, layouts.grads.spread)
+        # Outer axes only: an axis inside one that GSPMD keeps would hold rows from all over the batch.
+        return tuple(itertools.takewhile(lambda axis: axis not in in_use, batch.mesh_axes if batch else ()))
 
     def layouts(self) -> Layouts:
         """The four layouts: parameters, compute, gradients, optimizer."""

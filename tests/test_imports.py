@@ -28,7 +28,7 @@ ROWS = [
     "cli __main__ __init__",
 ]
 # What models and experiments see of meshpar. A model knows neither mesh nor plan.
-MODELS_SEE = "interfaces module layout.constrain precision attention.attend matmul moe losses hf"
+MODELS_SEE = "interfaces module layout.constrain layout.dropout precision attention.attend matmul moe losses hf"
 
 HEAVY = {"grain", "orbax", "matplotlib", "rich", "tokenizers"}  # a second or more each: only inside functions
 

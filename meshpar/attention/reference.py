@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar.attention.masks import attention_mask, check_attention
+from meshpar.layout.dropout import dropout as drop
 
 
 def attention_reference(
@@ -64,8 +65,6 @@ def attention_reference(
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total == 0.0, 1.0, total)
     if dropout > 0.0:
-        assert key is not None
-        keep = jax.random.bernoulli(key, 1.0 - dropout, weights.shape)
-        weights = jnp.where(keep, weights / (1.0 - dropout), 0.0)
+        weights = drop(weights, dropout, key)
     out = jnp.einsum("bngqk,bknd->bqngd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return out.reshape(q.shape).astype(q.dtype)

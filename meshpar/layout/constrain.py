@@ -10,7 +10,7 @@ import string
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshpar.layout.context import current
@@ -36,11 +36,17 @@ def constrain(x: jax.Array, axes: str, *, name: str = "activation") -> jax.Array
     spec = place(
         placement.layout, logical, x.shape, placement.mesh, path=f"{name} {axes!r}", manual_axes=placement.manual_axes
     ).spec
-    if placement.mesh.size == 1:  # a constraint would only be in the way of fusion
+    return split_as(x, spec, placement.mesh, placement.manual_axes)
+
+
+def split_as(
+    x: jax.Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh, manual_axes: frozenset[str] = frozenset()
+) -> jax.Array:
+    """`x` with its dims split as `spec` says; inside a `shard_map` over `manual_axes` the spec names none of them."""
+    if mesh.size == 1:  # a constraint would only be in the way of fusion
         return x
-    if placement.manual_axes:  # inside shard_map the mesh in context knows which axes are manual
-        return jax.lax.with_sharding_constraint(x, spec)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, spec))
+    # inside shard_map the mesh in context knows which axes are manual
+    return jax.lax.with_sharding_constraint(x, spec if manual_axes else NamedSharding(mesh, spec))
 
 
 def einsum(equation: str, *operands: jax.Array, preferred_element_type: DTypeLike | None = None) -> jax.Array:

@@ -9,6 +9,8 @@ The plan shows only in layout constraints; GSPMD adds the communication.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.forward import Forward
-from meshpar.interfaces import Batch, PyTree
+from meshpar.interfaces import Axes, Batch, PyTree
+from meshpar.layout.constrain import split_as
 from meshpar.layout.context import placed
-from meshpar.layout.resolve import shardings
+from meshpar.layout.resolve import map_leaves, place
 from meshpar.layout.rules import Layout
 from meshpar.losses.cross_entropy import chunked_cross_entropy
 from meshpar.module import Model
@@ -66,9 +69,39 @@ def gradients(
 ) -> tuple[PyTree, Metrics]:
     """Raw gradients of the mean loss per token of the global batch, in the gradient layout, and the sums of
     `loss_sums`.
+
+    Under accumulation each device first sums what its own rows give, over the axes of `Plan.summed_once`.
     """
+    plan, mesh = forward.plan, forward.mesh
     tokens = jnp.sum(batch.weights)
     tokens = jnp.where(tokens > 0, tokens, 1.0)  # a batch without a target has loss 0 and gradients 0
+    once = tuple(axis for axis in plan.summed_once if mesh.shape[axis] > 1) if plan.accumulate > 1 else ()
+    if not once:
+        return _of_rows(forward, objective, params, batch, tokens, key)
+
+    def of_own_rows(params: PyTree, batch: Batch, tokens: jax.Array, key: jax.Array | None) -> PyTree:
+        manual = frozenset(once)
+        with placed(dataclasses.replace(plan.placement(mesh), manual_axes=manual)):
+            found = _of_rows(dataclasses.replace(forward, manual_axes=manual), objective, params, batch, tokens, key)
+        return jax.tree.map(lambda x: x[None], found)
+
+    whole, own = PartitionSpec(), PartitionSpec(once)
+    each = jax.shard_map(
+        of_own_rows,
+        mesh=mesh,
+        in_specs=(whole, own, whole, whole),
+        out_specs=own,
+        axis_names=set(once),
+        check_vma=False,  # else the gradient of a whole parameter is summed over the axes in each microbatch
+    )(params, batch, tokens, key)
+    grads, sums = jax.tree.map(lambda x: x.sum(axis=0), each)
+    return _into(plan.layouts().grads, forward.model, mesh, grads), sums
+
+
+def _of_rows(
+    forward: Forward, objective: Objective, params: PyTree, batch: Batch, tokens: jax.Array, key: jax.Array | None
+) -> tuple[PyTree, Metrics]:
+    """Gradients and sums of some rows, whose losses are divided by the `tokens` of the global batch."""
 
     def of_microbatch(microbatch: Batch, index: Any) -> tuple[PyTree, Metrics]:
         micro_key = None if key is None else jax.random.fold_in(key, index)
@@ -79,10 +112,10 @@ def gradients(
 
         return jax.grad(mean_loss, has_aux=True)(params)
 
-    layout = forward.plan.layouts().grads
-    return accumulate(
-        of_microbatch, batch, forward.plan.accumulate, lambda tree: _into(layout, forward.model, forward.mesh, tree)
+    into_layout = functools.partial(
+        _into, forward.plan.layouts().grads, forward.model, forward.mesh, manual_axes=forward.manual_axes
     )
+    return accumulate(of_microbatch, batch, forward.plan.accumulate, into_layout)
 
 
 def make_step(
@@ -104,8 +137,7 @@ def make_step(
             grads = jax.tree.map(lambda g: g * factor, grads)
         # The update runs where the moments lie: with ZeRO 1-3 each device updates its part, then the parameters go back
         # to their own layout.
-        grads = _into(layouts.optimizer, model, mesh, grads)
-        weights = _into(layouts.optimizer, model, mesh, state.params if state.master is None else state.master)
+        weights = state.params if state.master is None else state.master
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes where a strict caller may not
             updates, opt_state = tx.update(grads, state.opt_state, weights)
         weights = _into(layouts.optimizer, model, mesh, optax.apply_updates(weights, updates))
@@ -125,7 +157,9 @@ def make_step(
     return step
 
 
-def _into(layout: Layout, model: Model, mesh: Mesh, tree: PyTree) -> PyTree:
-    if mesh.size == 1:
-        return tree
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings(layout, model.axes, model.shapes, mesh))
+def _into(layout: Layout, model: Model, mesh: Mesh, tree: PyTree, manual_axes: frozenset[str] = frozenset()) -> PyTree:
+    def one(path: str, leaf: jax.Array, axes: Axes) -> jax.Array:
+        spec = place(layout, axes, leaf.shape, mesh, path=path, manual_axes=manual_axes).spec
+        return split_as(leaf, spec, mesh, manual_axes)
+
+    return map_leaves(one, tree, model.axes)

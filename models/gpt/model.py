@@ -10,11 +10,12 @@ from flax import nnx
 
 from meshpar.interfaces import Batch
 from meshpar.layout.constrain import constrain
+from meshpar.layout.dropout import dropout
 from meshpar.module import stack
 from meshpar.precision.remat import save_name
 from models.gpt.config import GPTConfig
 from models.nn.attention import Attention
-from models.nn.linear import Embedding, Linear, dropout
+from models.nn.linear import Embedding, Linear
 from models.nn.mlp import MLP
 from models.nn.norm import LayerNorm
 

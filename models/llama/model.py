@@ -10,11 +10,12 @@ from flax import nnx
 
 from meshpar.interfaces import Batch
 from meshpar.layout.constrain import constrain
+from meshpar.layout.dropout import dropout
 from meshpar.module import stack
 from meshpar.precision.remat import save_name
 from models.llama.config import LlamaConfig
 from models.nn.attention import Attention
-from models.nn.linear import Embedding, Linear, dropout
+from models.nn.linear import Embedding, Linear
 from models.nn.mlp import GatedMLP
 from models.nn.norm import RMSNorm
 from models.nn.rope import tables

@@ -1,4 +1,4 @@
-"""Matrix products, lookups and dropout by the names of their axes."""
+"""Matrix products and lookups by the names of their axes."""
 
 from __future__ import annotations
 
@@ -60,15 +60,3 @@ class Embedding(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """The table as a tied output head: `[..., embed]` to `[..., vocab]`."""
         return linear(x, self.table[...].T)
-
-
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """`x` with a share `rate` of its elements zeroed and the rest scaled up; unchanged without a key (evaluation).
-
-    The mask is drawn for the whole array, whatever its split: data ranks get different parts of it, tensor ranks that
-    hold the same elements the same.
-    """
-    if rate == 0.0 or key is None:
-        return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))

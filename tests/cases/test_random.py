@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.interfaces import Batch
+from meshpar.layout.dropout import dropout
 from meshpar.precision.remat import remat
 from meshpar.testing.compare import assert_trees_close
-from models.nn.linear import dropout
 from tests.conformance.runs import GPT, LLAMA, train
 
 
@@ -65,3 +66,14 @@ def test_training_with_dropout_equals_one_device(name: str) -> None:
         many = train(mesh, config=config, steps=3, **plan)
         np.testing.assert_allclose(many.losses, one.losses, rtol=0, atol=1e-5)
         assert_trees_close(many.gradients, one.gradients)
+
+
+def test_each_step_and_each_microbatch_drops_differently() -> None:
+    """The same row twice, with a learning rate of 0: equal losses would be equal masks."""
+    config = dataclasses.replace(GPT, dropout=0.2)
+    tokens = np.arange(16, dtype=np.int32)[None]
+    row = Batch(tokens=tokens, targets=tokens, weights=np.ones((1, 16), np.float32))
+    both = jax.tree.map(lambda x: np.concatenate([x, x]), row)
+    first, second = train("data=1", config=config, lr=0.0, batches=[row, row]).losses
+    assert abs(first - second) > 1e-3
+    assert abs(train("data=1", config=config, lr=0.0, batches=[both], accumulate=2).losses[0] - first) > 1e-3

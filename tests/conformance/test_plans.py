@@ -33,6 +33,13 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "accumulate": ("data=1", {"accumulate": 4}),
     "accumulate zero 3": ("fsdp=2", {"accumulate": 4}),
     "accumulate zero 2": ("fsdp=2", {"accumulate": 4, "zero": 2}),
+    "accumulate data": ("data=4", {"accumulate": 2}),
+    "accumulate zero 1 tensor": ("data=2 tensor=2", {"accumulate": 2, "zero": 1}),
+    "accumulate hsdp": ("data=2 fsdp=2 tensor=2", {"accumulate": 2}),
+    "accumulate own rules": (
+        "data=2 fsdp=2",
+        {"accumulate": 2, "zero": 0, "rules": (("batch", ("data",)), ("mlp", ("fsdp",)))},
+    ),
     "unrolled": ("data=1", {"unroll": 0}),
     "unrolled fsdp tensor": ("fsdp=2 tensor=2", {"unroll": 0}),
     "remat full": ("data=1", {"remat": "full"}),

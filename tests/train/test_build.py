@@ -152,6 +152,15 @@ def test_a_vocabulary_that_is_gathered_would_be_seen(take: str) -> None:
     assert collectives_over_whole_vocabulary(jax.jit(look_up).lower(table, tokens).compile())
 
 
+# --- weights move, activations stay ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2 tensor=2", "data=2 fsdp=2 tensor=2"])
+def test_fsdp_gathers_weights_and_never_moves_activations(mesh: str) -> None:
+    kinds = set(re.findall(r" (all-to-all|collective-permute|all-gather)\(", training_of(mesh).compile().as_text()))
+    assert kinds == {"all-gather"}
+
+
 # --- machines that are not here --------------------------------------------------------------------------------------
 
 
