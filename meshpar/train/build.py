@@ -60,7 +60,14 @@ class Training:
         return self._evaluate(params, batch)
 
     def place(self, batch: Batch) -> Batch:
-        """This process's rows of a batch, from host memory onto the devices."""
+        """This process's rows of a batch, from host memory onto the devices.
+
+        Raises:
+          ValueError: a token, or a target that counts, is not in the model's vocabulary; a look-up would clamp it.
+        """
+        vocab = getattr(self.model.config, "vocab", None)
+        if vocab is not None:
+            _check_tokens(batch, vocab)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.batch_sharding, np.asarray(x)), batch)
 
     def abstract_state(self) -> TrainState:
@@ -84,6 +91,17 @@ class Training:
     def compile(self, *, packed: bool = False) -> jax.stages.Compiled:
         """The step compiled ahead of its first call, for its memory, its text and its cost."""
         return self._step.lower(self.abstract_state(), self.abstract_batch(packed=packed)).compile()
+
+
+def _check_tokens(batch: Batch, vocab: int) -> None:
+    counts = np.asarray(batch.weights) != 0
+    for name, ids in (("token", np.asarray(batch.tokens)), ("target", np.where(counts, np.asarray(batch.targets), 0))):
+        for worst in (ids.max(), ids.min()):
+            if not 0 <= worst < vocab:
+                raise ValueError(
+                    f"the batch holds the {name} {worst} and the model's vocab={vocab} ends at {vocab - 1}; "
+                    f"use the tokenizer that the model was made for, or a model with more tokens"
+                )
 
 
 def build(

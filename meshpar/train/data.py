@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from meshpar.interfaces import Batch
-from meshpar.train.rows import Rows, make_rows
+from meshpar.train.rows import make_rows
 from meshpar.train.token_cache import TokenStream, cached_tokens, default_root, load_stream
 from meshpar.train.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 
@@ -143,7 +143,8 @@ def validation_batches(
 
     Args:
       dataset, batch, seq, process_index, process_count: as in `train_batches`.
-      limit: at most so many batches; None: all. There is always at least one.
+      limit: at most so many batches, their rows evenly spread over the split, so that their loss estimates that of
+        all; None: all. There is always at least one.
     Raises:
       ValueError: a number is out of range.
     """
@@ -153,12 +154,12 @@ def validation_batches(
         _at_least("limit", limit, 1)
     mine = _my_rows(batch, process_index, process_count)
     rows = make_rows(dataset.validation, seq=seq, packed=dataset.config.packed)
-    return _in_order(rows, batch, mine, limit)
-
-
-def _in_order(rows: Rows, batch: int, mine: slice, limit: int | None) -> Iterator[Batch]:
-    for begin in range(0, len(rows), batch)[:limit]:
-        yield rows.batch(np.arange(begin, begin + batch)[mine])
+    picked = -(-len(rows) // batch) * batch  # the last numbers are padding
+    numbers = np.arange(picked)
+    if limit is not None and limit * batch < len(rows):
+        picked = limit * batch
+        numbers = np.arange(picked) * len(rows) // picked
+    return (rows.batch(numbers[begin : begin + batch][mine]) for begin in range(0, picked, batch))
 
 
 def _my_rows(batch: int, process_index: int, process_count: int) -> slice:

@@ -109,6 +109,30 @@ def test_the_compiled_step_may_take_packed_rows() -> None:
     assert {leaf.shape for leaves in given for leaf in leaves} == {(BATCH, SEQ)}
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "weight", "sentence"),
+    [
+        ("tokens", VOCAB, 0.0, f"the batch holds the token {VOCAB} and the model's vocab={VOCAB} ends at {VOCAB - 1}"),
+        ("tokens", -1, 1.0, "the batch holds the token -1 and"),
+        ("targets", VOCAB + 3, 1.0, f"the batch holds the target {VOCAB + 3} and"),
+        ("targets", -100, 0.0, None),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused_before_the_step(
+    field: str, value: int, weight: float, sentence: str | None
+) -> None:
+    """In the last row and place; a target of weight 0 may be anything."""
+    batch = jax.tree.map(np.array, batch_of(0))
+    getattr(batch, field)[-1, -1] = value
+    batch.weights[-1, -1] = weight
+    training = training_of("data=2")
+    if sentence is None:
+        training.place(batch)
+        return
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        training.place(batch)
+
+
 # --- the vocabulary --------------------------------------------------------------------------------------------------
 
 

@@ -113,7 +113,11 @@ def test_validation_is_read_once_in_order_and_the_last_batch_is_padded(packed: b
     weights = np.concatenate([batch.weights for batch in batches])
     assert list(itertools.chain.from_iterable(map(ids, batches)))[:11] == list(range(11))
     assert (weights[:11] == 1).all() and (weights[11:] == 0).all()
-    assert [ids(batch) for batch in validation_batches(data, batch=4, limit=2)] == [ids(batch) for batch in batches[:2]]
+    spread = [ids(batch) for batch in validation_batches(data, batch=4, limit=2)]
+    assert spread == [[0, 1, 2, 4], [5, 6, 8, 9]]
+    assert (
+        list(validation_batches(data, batch=1, limit=11)) and len(list(validation_batches(data, batch=4, limit=9))) == 3
+    )
     halves = [list(validation_batches(data, batch=4, process_index=i, process_count=2)) for i in range(2)]
     for whole, *parts in zip(batches, *halves, strict=True):
         np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), whole.tokens)
