@@ -13,6 +13,7 @@ The run folder gets config.json, metrics.jsonl, summary.json, losses.png, sample
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import math
@@ -228,7 +229,13 @@ def train(job: Job) -> dict[str, Any]:
         f"{devices[0].device_kind}, run folder {out}"
     )
     try:
-        state = job.checkpoints.restore(training.abstract_state(), job.done) if job.done else training.init(config.seed)
+        # XLA compiles the step while the first state is drawn or read; the loop's call then finds it compiled.
+        with concurrent.futures.ThreadPoolExecutor(1) as ahead:
+            compiled = ahead.submit(training.compile, packed=recipe.data.packed)
+            state = (
+                job.checkpoints.restore(training.abstract_state(), job.done) if job.done else training.init(config.seed)
+            )
+            compiled.result()
         with progress:
             state = fit(training, state, job.batches, start=job.done, steps=config.steps, hooks=hooks)
     finally:
