@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from meshpar.layout.constrain import einsum as einsum
     from meshpar.layout.describe import as_table as as_table
     from meshpar.matmul.linear import linear as linear
+    from meshpar.matmul.lookup import lookup as lookup
     from meshpar.mesh.devices import choose_devices as choose_devices
     from meshpar.mesh.devices import use_compilation_cache as use_compilation_cache
     from meshpar.mesh.emulate import emulate as emulate
@@ -59,6 +60,7 @@ _HOME = {
     "constrain": "layout.constrain",
     "einsum": "layout.constrain",
     "linear": "matmul.linear",
+    "lookup": "matmul.lookup",
     "attend": "attention.attend",
     "save_name": "precision.remat",
     # a step and the loop around it

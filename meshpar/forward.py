@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from meshpar.interfaces import Axes, Batch, LanguageModel, PyTree
@@ -20,7 +19,7 @@ from meshpar.layout.constrain import split_as
 from meshpar.layout.resolve import map_leaves, place
 from meshpar.module import Model, is_norm_or_bias
 from meshpar.plan import Plan
-from meshpar.precision.remat import WEIGHTS, remat
+from meshpar.precision.remat import remat
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +40,7 @@ class Forward:
     def __call__(
         self, params: PyTree, batch: Batch, key: jax.Array | None
     ) -> tuple[LanguageModel, jax.Array, dict[str, jax.Array]]:
+        layouts = self.plan.layouts()
         use = weights_in_use(self.plan, self.mesh, self.manual_axes)
         shared = {name: value for name, value in params.items() if name != "blocks"}
         shared_axes = {name: value for name, value in self.model.axes.items() if name != "blocks"}
@@ -56,18 +56,26 @@ class Forward:
             y, aux = lm.block(self.model.bind_block(use(weights, layer_axes)), x, batch, block_key)
             return y, dict(aux)
 
-        block = remat(block, self.plan.remat, self.plan.remat_save)
         # Written-out layers would be merged with their second run, on XLA:CPU even across barriers, and save nothing.
         unroll = self.plan.unroll if self.plan.remat == "none" else 1
+        # Where nothing is gathered a merged cast is welcome; barriers would be in the way of fusion.
+        apart = written_out(self.model.layers, unroll) and bool(layouts.params.spread) and self.mesh.size > 1
+        shapes = {weight.shape[1:] for weight in jax.tree.leaves(params["blocks"])}
+        block = remat(block, self.plan.remat, self.plan.remat_save, weights=shapes, written_out=apart)
         x, aux = loop(block, x, params["blocks"], self.model.layers, unroll)
         return lm, x, aux
+
+
+def written_out(layers: int, unroll: int) -> bool:
+    """Whether `unroll` leaves no loop over layers."""
+    return unroll == 0 or unroll >= layers
 
 
 def loop(
     block: Callable[..., Any], x: jax.Array, stacked: PyTree, layers: int, unroll: int
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs `block(x, weights, layer)` over stacked weights; `unroll` layers an iteration, 0 for all written out."""
-    if unroll == 0 or unroll >= layers:
+    if written_out(layers, unroll):
         # lax.split, not indexing: its transpose is one concatenation, where each index would add a padded copy of the
         # whole stack.
         split = jax.tree.map(lambda w: jax.lax.split(w, (1,) * layers, axis=0), stacked)
@@ -101,12 +109,17 @@ def weights_in_use(
     so that it is summed there: asked for the gradient layout at once, XLA would rather move the activations. It is
     sliced into the gradient layout after that, which TPU and GPU fuse with the sum into a reduce-scatter.
     """
-    layout = plan.layouts().compute
+    layouts = plan.layouts()
 
     def one(path: str, weight: jax.Array, axes: Axes) -> jax.Array:
         dtype = weight.dtype if is_norm_or_bias(path) else plan.precision.compute_dtype
-        spec = place(layout, axes, weight.shape, mesh, path=path, manual_axes=manual_axes).spec
+        stored, used = (
+            place(layout, axes, weight.shape, mesh, path=path, manual_axes=manual_axes).spec
+            for layout in (layouts.params, layouts.compute)
+        )
+        # As it is stored: else a layer that is computed again would take over what the first run has gathered.
+        weight = split_as(weight, stored, mesh, manual_axes)
         # cast first: half the bytes are gathered
-        return checkpoint_name(split_as(weight.astype(dtype), spec, mesh, manual_axes), WEIGHTS)
+        return split_as(weight.astype(dtype), used, mesh, manual_axes)
 
     return lambda weights, axes: map_leaves(one, weights, axes)

@@ -16,7 +16,7 @@ from flax import nnx
 from meshpar.interfaces import Axes, LanguageModel, PyTree
 from meshpar.layout.resolve import path_name
 
-VECTORS = ("scale", "bias")  # leaves of these names are norms and biases: not decayed, not cast to the compute dtype
+VECTORS = ("scale", "bias")  # leaves of these names are norms and biases: not decayed, not cast for use
 
 
 def is_norm_or_bias(path: str) -> bool:

@@ -78,7 +78,8 @@ class Plan:
     def __post_init__(self) -> None:
         if isinstance(self.mesh, str):
             object.__setattr__(self, "mesh", MeshSpec.parse(self.mesh))
-        object.__setattr__(self, "rules", {name: tuple(axes) for name, axes in dict(self.rules).items()})
+        rules = {name: (axes,) if isinstance(axes, str) else tuple(axes) for name, axes in dict(self.rules).items()}
+        object.__setattr__(self, "rules", rules)
         if self.zero not in (None, 0, 1, 2, 3):
             raise ValueError(
                 f"zero={self.zero} is not a ZeRO stage; choose 0 (replicate), 1 (optimizer), 2 (gradients too) or 3 "
@@ -119,6 +120,11 @@ class Plan:
                     f"mesh {axis}={self.mesh.sizes[axis]}: no {axis} parallelism in this version; "
                     f"leave {axis} out and use data, fsdp and tensor"
                 )
+        if self.zero_axes and self.zero_stage == 0:
+            raise ValueError(
+                f"zero_axes={' '.join(self.zero_axes)} spreads nothing with zero=0; "
+                "add zero=1, 2 or 3, or drop zero_axes"
+            )
         if self.sequence_parallel and self.mesh.tensor == 1:
             raise ValueError(
                 "sequence_parallel=True needs a tensor axis to split the sequence over; "
@@ -201,6 +207,8 @@ class Plan:
                     f"seq={seq} is not divisible by tensor={self.mesh.tensor}, which sequence_parallel splits it "
                     "over; use a multiple"
                 )
+            for name in ("seq", "seq_residual"):
+                place(layouts.compute, (name,), (seq,), mesh, path="a row")
 
     def on(self, devices: int) -> Plan:
         """This plan with the mesh's free axis filled for a number of devices."""

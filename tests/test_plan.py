@@ -25,10 +25,13 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any plan that can be built."""
     tensor = draw(st.integers(1, 8))
     mesh_axes = st.lists(st.sampled_from(AXES), unique=True, max_size=3).map(tuple)
+    stage = draw(st.sampled_from([None, 0, 1, 2, 3]))
+    fsdp = draw(st.sampled_from([-1, 1, 2, 64]))
+    spread = stage or (stage is None and fsdp != 1)
     return Plan(
-        mesh=MeshSpec(data=draw(st.integers(1, 16)), fsdp=draw(st.sampled_from([-1, 1, 2, 64])), tensor=tensor),
-        zero=draw(st.sampled_from([None, 0, 1, 2, 3])),
-        zero_axes=draw(st.none() | mesh_axes),
+        mesh=MeshSpec(data=draw(st.integers(1, 16)), fsdp=fsdp, tensor=tensor),
+        zero=stage,
+        zero_axes=draw(st.none() | mesh_axes) if spread else None,
         sequence_parallel=tensor > 1 and draw(st.booleans()),
         rules=draw(st.dictionaries(st.sampled_from([*LOGICAL_AXES, "own"]), mesh_axes, max_size=3)),
         accumulate=draw(st.integers(1, 64)),

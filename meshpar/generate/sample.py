@@ -6,6 +6,7 @@ the length, so rows are kept short.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -55,10 +56,8 @@ def sample(
             f"prompt and continuation are {length} tokens and the model's max_seq is {longest}; "
             f"ask for at most {longest - length + new_tokens} new ones"
         )
-    degree = plan.mesh.data * plan.mesh.fsdp
-    tensor = plan.mesh.tensor if plan.sequence_parallel else 1
-    rows = -(-len(prompts) // degree) * degree
-    width = -(-length // tensor) * tensor
+    rows = _up(len(prompts), _degree(plan, mesh, "batch"))
+    width = _up(length, _piece(plan, mesh))
     tokens = np.zeros((rows, width), np.int32)
     ends = np.ones(rows, np.int32)
     for row, prompt in enumerate(prompts):
@@ -68,6 +67,20 @@ def sample(
     filled = run(params, tokens, ends, jax.random.key(seed), jnp.float32(temperature))
     host = np.asarray(jax.device_get(filled))
     return [host[row, : len(prompt) + new_tokens].tolist() for row, prompt in enumerate(prompts)]
+
+
+def _degree(plan: Plan, mesh: Mesh, logical: str) -> int:
+    rule = plan.layouts().compute.rule(logical)
+    return math.prod(mesh.shape[axis] for axis in rule.mesh_axes) if rule else 1
+
+
+def _piece(plan: Plan, mesh: Mesh) -> int:
+    """A sequence that is a multiple of this can be split as the plan splits sequences."""
+    return math.lcm(_degree(plan, mesh, "seq"), _degree(plan, mesh, "seq_residual"))
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _runner(model: Model, plan: Plan, mesh: Mesh, new_tokens: int) -> Callable[..., jax.Array]:
@@ -82,9 +95,8 @@ def _runner(model: Model, plan: Plan, mesh: Mesh, new_tokens: int) -> Callable[.
                 batch = Batch(tokens=tokens, targets=tokens, weights=jnp.ones(tokens.shape, jnp.float32))
                 lm, x, _ = forward(params, batch, None)
                 last = jnp.take_along_axis(x, (ends + step - 1)[:, None, None], axis=1)
-                logits = lm.head(
-                    jnp.broadcast_to(last, (x.shape[0], plan.mesh.tensor if plan.sequence_parallel else 1, x.shape[2]))
-                )[:, 0]
+                last = jnp.broadcast_to(last, (x.shape[0], _piece(plan, mesh), x.shape[2]))
+                logits = lm.head(last)[:, 0]
             logits = jnp.where(jnp.arange(logits.shape[-1]) < model.config.vocab, logits.astype(jnp.float32), -jnp.inf)
             drawn = jax.random.categorical(jax.random.fold_in(key, step), logits / jnp.maximum(temperature, 1e-6))
             new = jnp.where(temperature == 0, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)

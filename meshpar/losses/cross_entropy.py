@@ -159,7 +159,9 @@ def chunked_cross_entropy(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1; use None for one piece")
 
-    def sums(x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Parts]:
+    def sums(
+        head: Callable[[jax.Array], jax.Array], x: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, Parts]:
         loss, parts = cross_entropy(head(x), targets, vocab=vocab, z_loss=z_loss, label_smoothing=label_smoothing)
 
         def weighted(values: jax.Array) -> jax.Array:
@@ -168,17 +170,24 @@ def chunked_cross_entropy(
         return weighted(loss), {name: weighted(part) for name, part in parts.items()}
 
     if chunk is None or chunk >= seq:
-        return *sums(x, targets, weights), weights.sum()
+        return *sums(head, x, targets, weights), weights.sum()
     # A piece is every count-th position, not a run of neighbours: it then takes the same share of each device's part
     # of a split sequence.
     count = -(-seq // chunk)
+    # The head's weights go through fp32, so that their gradients are summed over the pieces in fp32.
+    head, constants = jax.closure_convert(head, x[:, :chunk])
+    wide = [c.astype(jnp.float32) if jnp.issubdtype(c.dtype, jnp.floating) else c for c in constants]
+
+    def piece_sums(wide: list[jax.Array], *piece: jax.Array) -> tuple[jax.Array, Parts]:
+        narrow = [w.astype(c.dtype) for w, c in zip(wide, constants, strict=True)]
+        return sums(lambda x: head(x, *narrow), *piece)
 
     def pieces(values: jax.Array) -> jax.Array:
         padded = jnp.pad(values, [(0, 0), (0, count * chunk - seq)] + [(0, 0)] * (values.ndim - 2))
         return jnp.moveaxis(padded.reshape(batch, chunk, count, *values.shape[2:]), 2, 0)
 
     def add(total: tuple[jax.Array, Parts], piece: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, Parts], None]:
-        return jax.tree.map(jnp.add, total, jax.checkpoint(sums, prevent_cse=False)(*piece)), None
+        return jax.tree.map(jnp.add, total, jax.checkpoint(piece_sums, prevent_cse=False)(wide, *piece)), None
 
     zero = jnp.zeros((), jnp.float32)
     start = (zero, {"nll": zero, "z": zero})

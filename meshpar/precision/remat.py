@@ -1,20 +1,19 @@
 """Rematerialisation: which values of a block the forward keeps for the backward, by name.
 
 Models tag values with `save_name(x, "mlp_hidden")`; the plan says "none" (keep all that autodiff wants), "full" (keep
-only each block's input) or "selective" (keep the listed names). Gathered and cast weights are never kept: they would
-undo ZeRO 3 (one whole copy of every layer) and cost one more pass over memory than casting again.
+only each block's input) or "selective" (keep the listed names). A layer's cast and gathered weights are never kept:
+they would undo ZeRO 3 (one whole copy of every layer) and cost one more pass over memory than casting again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 Remat = Literal["none", "full", "selective"]
-WEIGHTS = "weights"
 SAVE_NAMES: dict[str, str] = {
     "qkv": "queries, keys and values after RoPE",
     "attention": "the output of attention, before its projection",
@@ -32,15 +31,33 @@ def save_name(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, name)
 
 
-def remat(function: Callable[..., Any], mode: Remat, save: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """`function`, the body of a scan, under the mode; `save` are the names that "selective" keeps.
+def remat(
+    function: Callable[..., Any],
+    mode: Remat,
+    save: tuple[str, ...] = (),
+    *,
+    weights: Collection[tuple[int, ...]] = (),
+    written_out: bool = False,
+) -> Callable[..., Any]:
+    """`function`, one layer, under the mode.
 
-    In a scan XLA cannot merge the forward with its second run, so `prevent_cse` and its barriers are off.
+    Args:
+      save: the names that "selective" keeps.
+      weights: the shapes of the layer's parameters. A value of such a shape that was only cast or moved to another
+        layout is a weight in use, and is made again.
+      written_out: the layers stand one after another in one computation, where XLA would merge the first run with the
+        second but for barriers; in a loop it cannot.
     """
     if mode == "full":
         policy = jax.checkpoint_policies.nothing_saveable
     elif mode == "selective":
         policy = jax.checkpoint_policies.save_only_these_names(*save)
     else:
-        policy = jax.checkpoint_policies.save_anything_except_these_names(WEIGHTS)
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+        # jax has a policy to keep all but some names, and it keeps everything (0.10 and 0.12); it would also keep the
+        # unnamed value before the name.
+        def policy(primitive: Any, *inputs: Any, **_: Any) -> bool:
+            return not (
+                primitive.name in ("convert_element_type", "sharding_constraint") and inputs[0].shape in weights
+            )
+
+    return jax.checkpoint(function, policy=policy, prevent_cse=written_out)

@@ -18,14 +18,22 @@ from meshpar.interfaces import Batch, PyTree
 GradFunction = Callable[[Batch, Any], tuple[PyTree, PyTree]]
 
 
+def split_rows(batch: Batch, microbatches: int) -> Batch:
+    """`[batch, seq]` leaves as `[microbatches, batch / microbatches, seq]`: microbatch m takes the rows m, m +
+    microbatches, ..., so that every device slices its own rows.
+    """
+    return jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), batch
+    )
+
+
 def accumulate(
     grad: GradFunction, batch: Batch, microbatches: int, constrain_grads: Callable[[PyTree], PyTree]
 ) -> tuple[PyTree, PyTree]:
     """Sums `grad` over microbatches.
 
     Args:
-      batch: `[batch, seq]` leaves; microbatch m takes the rows m, m + microbatches, ..., so that every device slices
-        its own rows.
+      batch: `[batch, seq]` leaves, split by `split_rows`.
       constrain_grads: puts the accumulator into the gradient layout.
 
     Returns:
@@ -34,9 +42,7 @@ def accumulate(
     if microbatches == 1:
         gradients, sums = grad(batch, 0)
         return constrain_grads(gradients), sums
-    split = jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), batch
-    )
+    split = split_rows(batch, microbatches)
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), split)
     grad_shapes, sum_shapes = jax.eval_shape(grad, first, 0)
     zeros = (

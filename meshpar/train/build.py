@@ -26,6 +26,7 @@ from meshpar.mesh.build import build_mesh
 from meshpar.mesh.devices import use_compilation_cache
 from meshpar.module import Model
 from meshpar.plan import Plan
+from meshpar.train.accumulate import split_rows
 from meshpar.train.state import TrainState, init_state, state_shardings
 from meshpar.train.step import Metrics, Objective, loss_sums, make_step
 
@@ -63,12 +64,35 @@ class Training:
         """This process's rows of a batch, from host memory onto the devices.
 
         Raises:
-          ValueError: a token, or a target that counts, is not in the model's vocabulary; a look-up would clamp it.
+          ValueError: another shape than the step was built for, or a number that a look-up would clamp: a token or a
+            target that counts outside the vocabulary, a position past the model's longest row.
         """
-        vocab = getattr(self.model.config, "vocab", None)
-        if vocab is not None:
-            _check_tokens(batch, vocab)
+        self._check(batch)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.batch_sharding, np.asarray(x)), batch)
+
+    def _check(self, batch: Batch) -> None:
+        mine = (self.batch // jax.process_count(), self.seq)
+        for name, leaf in vars(batch).items():
+            if leaf is not None and leaf.shape != mine:
+                raise ValueError(
+                    f"batch.{name} is {leaf.shape} and the step was built for {mine} in each process; "
+                    "give such rows, or build with other batch= and seq="
+                )
+        counts = np.asarray(batch.weights) != 0
+        for name, ids, size in (
+            ("token", batch.tokens, "vocab"),
+            ("target", np.where(counts, batch.targets, 0), "vocab"),
+            ("position", batch.positions, "max_seq"),
+        ):
+            end = getattr(self.model.config, size, None)
+            if ids is None or end is None:
+                continue
+            for worst in (np.max(ids), np.min(ids)):
+                if not 0 <= worst < end:
+                    raise ValueError(
+                        f"the batch holds the {name} {worst} and the model's {size}={end} ends at {end - 1}; "
+                        "use the tokenizer and the rows that the model was made for, or a larger model"
+                    )
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; a target for restoring and for lowering."""
@@ -91,17 +115,6 @@ class Training:
     def compile(self, *, packed: bool = False) -> jax.stages.Compiled:
         """The step compiled ahead of its first call, for its memory, its text and its cost."""
         return self._step.lower(self.abstract_state(), self.abstract_batch(packed=packed)).compile()
-
-
-def _check_tokens(batch: Batch, vocab: int) -> None:
-    counts = np.asarray(batch.weights) != 0
-    for name, ids in (("token", np.asarray(batch.tokens)), ("target", np.where(counts, np.asarray(batch.targets), 0))):
-        for worst in (ids.max(), ids.min()):
-            if not 0 <= worst < vocab:
-                raise ValueError(
-                    f"the batch holds the {name} {worst} and the model's vocab={vocab} ends at {vocab - 1}; "
-                    f"use the tokenizer that the model was made for, or a model with more tokens"
-                )
 
 
 def build(
@@ -141,7 +154,13 @@ def build(
 
     def evaluate(params: PyTree, batch: Batch) -> Metrics:
         with placed(plan.placement(mesh)):
-            return loss_sums(forward, objective, params, batch, None)
+            def of_rows(rows: Batch) -> Metrics:
+                return loss_sums(forward, objective, params, rows, None)
+
+            if plan.accumulate == 1:
+                return of_rows(batch)
+            each = jax.lax.map(of_rows, split_rows(batch, plan.accumulate))  # what trains in pieces may not fit whole
+            return jax.tree.map(lambda x: x.sum(), each)
 
     return Training(
         model=model,

@@ -43,6 +43,16 @@ class Objective:
     label_smoothing: float = 0.0  # share of the target spread evenly over the vocabulary
     clip_norm: float | None = 1.0  # gradients of a larger global norm are scaled down to it; None never clips
 
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"objective.clip_norm={self.clip_norm} must be above 0; 1.0 is usual, none never clips")
+        if not self.z_loss >= 0:
+            raise ValueError(f"objective.z_loss={self.z_loss} must not be negative; 1e-4 is usual, 0 turns it off")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"objective.label_smoothing={self.label_smoothing} must be at least 0 and below 1; 0.1 is usual"
+            )
+
 
 def loss_sums(forward: Forward, objective: Objective, params: PyTree, batch: Batch, key: jax.Array | None) -> Metrics:
     """Sums over a (micro)batch: `loss` with all its extras, `nll` without, `tokens` (the weights), each auxiliary
@@ -59,9 +69,15 @@ def loss_sums(forward: Forward, objective: Objective, params: PyTree, batch: Bat
         z_loss=objective.z_loss,
         label_smoothing=objective.label_smoothing,
     )
-    for value in aux.values():
-        loss = loss + value
-    return {"loss": loss, "tokens": tokens, **parts, **aux}
+    sums = {"loss": loss, "tokens": tokens, **parts}
+    for name, value in aux.items():
+        if name in (*sums, "grad_norm"):
+            raise ValueError(
+                f"the model returns an auxiliary loss called {name!r}, which is a metric of every step; "
+                f"rename it, to {name}_extra for example"
+            )
+        sums["loss"] = sums["loss"] + value
+    return {**sums, **aux}
 
 
 def gradients(

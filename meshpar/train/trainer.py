@@ -66,7 +66,10 @@ def fit(
 
     for step in range(start + 1, steps + 1):
         read_until(limit - 1)
-        state, metrics = training.step(state, training.place(next(batches)))
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError(f"the batches end before update {step} of {steps}; give more, or run fewer steps")
+        state, metrics = training.step(state, training.place(batch))
         pending.append((step, metrics))
         due = [hook.on_state for hook in hooks if hook.on_state and hook.when(step)]
         if due:

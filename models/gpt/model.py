@@ -11,6 +11,7 @@ from flax import nnx
 from meshpar.interfaces import Batch
 from meshpar.layout.constrain import constrain
 from meshpar.layout.dropout import dropout
+from meshpar.matmul.lookup import lookup
 from meshpar.module import stack
 from meshpar.precision.remat import save_name
 from models.gpt.config import GPTConfig
@@ -63,8 +64,11 @@ class GPT(nnx.Module):
     def embed(self, batch: Batch, key: jax.Array | None) -> jax.Array:
         table = self.positions[...]
         seq = batch.tokens.shape[1]
-        placed = table[None, :seq] if batch.positions is None else table[batch.positions]
-        x = constrain(self.embedding(batch.tokens) + placed, "batch seq_residual embed", name="embeddings")
+        placed = table[None, :seq] if batch.positions is None else lookup(table, batch.positions)
+        embedded = self.embedding(batch.tokens)
+        # in fp32, because the gradient of a position is a sum over all rows
+        x = (embedded.astype(jnp.float32) + placed.astype(jnp.float32)).astype(embedded.dtype)
+        x = constrain(x, "batch seq_residual embed", name="embeddings")
         return dropout(x, self.config.dropout, key)
 
     def block(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshpar.matmul.linear import linear
+from meshpar.matmul.lookup import lookup
 
 
 class Linear(nnx.Module):
@@ -40,14 +41,17 @@ class Linear(nnx.Module):
         return linear(x, self.kernel[...], self.inputs)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
-        """Adds the bias, after a row-split product has been reduced, so that it is added once."""
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        """Adds the bias, after a row-split product has been reduced, so that it is added once.
+
+        In fp32, because the bias's gradient is a sum over all tokens, which bf16 cannot hold.
+        """
+        if self.bias is None:
+            return y
+        return (y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(y.dtype)
 
 
 class Embedding(nnx.Module):
-    """A table of `[vocab, embed]`; splits over vocab as Megatron's does, by XLA's partitioned gather (masked lookup,
-    one all-reduce).
-    """
+    """A table of `[vocab, embed]`, split over vocab as Megatron's."""
 
     def __init__(self, vocab: int, embed: int, *, rngs: nnx.Rngs, std: float):
         self.table = nnx.Param(
@@ -55,7 +59,7 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.table[...][tokens]
+        return lookup(self.table[...], tokens)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The table as a tied output head: `[..., embed]` to `[..., vocab]`."""

@@ -133,6 +133,37 @@ def test_tokens_outside_the_vocabulary_are_refused_before_the_step(
         training.place(batch)
 
 
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (
+            {"tokens": np.zeros((2 * BATCH, SEQ), np.int32)},
+            "batch.tokens is (8, 16) and the step was built for (4, 16)",
+        ),
+        ({"weights": np.ones((BATCH, 2 * SEQ), np.float32)}, "batch.weights is (4, 32) and the step was built for"),
+        (
+            {"positions": np.full((BATCH, SEQ), SEQ)},
+            "the batch holds the position 16 and the model's max_seq=16 ends at",
+        ),
+    ],
+)
+def test_rows_that_the_step_was_not_built_for_are_refused(changed: dict[str, np.ndarray], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        training_of("data=2").place(dataclasses.replace(batch_of(0), **changed))
+
+
+def test_evaluation_takes_the_microbatches_of_training_and_gives_the_sums_of_the_whole() -> None:
+    sums, temp = [], []
+    for accumulate in (1, 4):
+        training = training_of("data=1", accumulate=accumulate)
+        state, batch = training.init(0), training.place(batch_of(0))
+        sums.append(jax.device_get(training.evaluate(state.params, batch)))
+        temp.append(training._evaluate.lower(state.params, batch).compile().memory_analysis().temp_size_in_bytes)
+    for name, value in sums[0].items():
+        assert sums[1][name] == pytest.approx(value, rel=1e-5), name
+    assert temp[1] < 0.75 * temp[0]
+
+
 # --- the vocabulary --------------------------------------------------------------------------------------------------
 
 

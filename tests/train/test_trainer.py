@@ -135,3 +135,8 @@ def test_time_in_a_state_hook_counts_for_no_step(monkeypatch: pytest.MonkeyPatch
     )
     fit(Slow(), 0, itertools.count(), start=0, steps=4, hooks=[hook])  # type: ignore[arg-type]
     assert sum(seconds) == 4.0 and max(seconds) <= 2.0
+
+
+def test_batches_that_end_too_soon_are_a_sentence() -> None:
+    with pytest.raises(ValueError, match="the batches end before update 3 of 5; give more, or run fewer steps"):
+        fit(Diary(), 0, iter([0, 1]), start=0, steps=5)  # type: ignore[arg-type]
