@@ -40,7 +40,6 @@ class Forward:
     def __call__(
         self, params: PyTree, batch: Batch, key: jax.Array | None
     ) -> tuple[LanguageModel, jax.Array, dict[str, jax.Array]]:
-        layouts = self.plan.layouts()
         use = weights_in_use(self.plan, self.mesh, self.manual_axes)
         shared = {name: value for name, value in params.items() if name != "blocks"}
         shared_axes = {name: value for name, value in self.model.axes.items() if name != "blocks"}
@@ -56,26 +55,20 @@ class Forward:
             y, aux = lm.block(self.model.bind_block(use(weights, layer_axes)), x, batch, block_key)
             return y, dict(aux)
 
-        # Written-out layers would be merged with their second run, on XLA:CPU even across barriers, and save nothing.
-        unroll = self.plan.unroll if self.plan.remat == "none" else 1
-        # Where nothing is gathered a merged cast is welcome; barriers would be in the way of fusion.
-        apart = written_out(self.model.layers, unroll) and bool(layouts.params.spread) and self.mesh.size > 1
+        # What is computed or gathered again must not stand in one computation with its first run: XLA would merge them.
+        again = self.plan.remat != "none" or (bool(self.plan.layouts().params.spread) and self.mesh.size > 1)
+        unroll = 1 if again else self.plan.unroll
         shapes = {weight.shape[1:] for weight in jax.tree.leaves(params["blocks"])}
-        block = remat(block, self.plan.remat, self.plan.remat_save, weights=shapes, written_out=apart)
+        block = remat(block, self.plan.remat, self.plan.remat_save, weights=shapes)
         x, aux = loop(block, x, params["blocks"], self.model.layers, unroll)
         return lm, x, aux
-
-
-def written_out(layers: int, unroll: int) -> bool:
-    """Whether `unroll` leaves no loop over layers."""
-    return unroll == 0 or unroll >= layers
 
 
 def loop(
     block: Callable[..., Any], x: jax.Array, stacked: PyTree, layers: int, unroll: int
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs `block(x, weights, layer)` over stacked weights; `unroll` layers an iteration, 0 for all written out."""
-    if written_out(layers, unroll):
+    if unroll == 0 or unroll >= layers > 1:
         # lax.split, not indexing: its transpose is one concatenation, where each index would add a padded copy of the
         # whole stack.
         split = jax.tree.map(lambda w: jax.lax.split(w, (1,) * layers, axis=0), stacked)
@@ -117,7 +110,7 @@ def weights_in_use(
             place(layout, axes, weight.shape, mesh, path=path, manual_axes=manual_axes).spec
             for layout in (layouts.params, layouts.compute)
         )
-        # As it is stored: else a layer that is computed again would take over what the first run has gathered.
+        # as it is stored, so that the gather is here and not where the layer is taken from its stack
         weight = split_as(weight, stored, mesh, manual_axes)
         # cast first: half the bytes are gathered
         return split_as(weight.astype(dtype), used, mesh, manual_axes)

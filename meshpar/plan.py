@@ -67,7 +67,7 @@ class Plan:
     remat: Remat = "none"
     remat_save: tuple[str, ...] = ("qkv", "attention", "mlp_gate")
     # Layers per iteration of the layer loop; 0 writes all layers out. More run faster (fewer copies into stacked
-    # buffers) and compile longer. With rematerialisation it is always 1.
+    # buffers) and compile longer. With rematerialisation or ZeRO 3 it is always 1.
     unroll: int = 1
     # Positions per piece of the loss; None computes all logits at once. Pieces bound the memory of logits at the cost
     # of a second head product.

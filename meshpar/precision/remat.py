@@ -37,16 +37,15 @@ def remat(
     save: tuple[str, ...] = (),
     *,
     weights: Collection[tuple[int, ...]] = (),
-    written_out: bool = False,
 ) -> Callable[..., Any]:
-    """`function`, one layer, under the mode.
+    """`function`, the body of a loop over layers, under the mode.
+
+    In a loop XLA cannot merge the forward with its second run, so `prevent_cse` and its barriers are off.
 
     Args:
       save: the names that "selective" keeps.
       weights: the shapes of the layer's parameters. A value of such a shape that was only cast or moved to another
         layout is a weight in use, and is made again.
-      written_out: the layers stand one after another in one computation, where XLA would merge the first run with the
-        second but for barriers; in a loop it cannot.
     """
     if mode == "full":
         policy = jax.checkpoint_policies.nothing_saveable
@@ -60,4 +59,4 @@ def remat(
                 primitive.name in ("convert_element_type", "sharding_constraint") and inputs[0].shape in weights
             )
 
-    return jax.checkpoint(function, policy=policy, prevent_cse=written_out)
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

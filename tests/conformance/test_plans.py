@@ -41,7 +41,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
         {"accumulate": 2, "zero": 0, "rules": (("batch", ("data",)), ("mlp", ("fsdp",)))},
     ),
     "unrolled": ("data=1", {"unroll": 0}),
-    "unrolled fsdp tensor": ("fsdp=2 tensor=2", {"unroll": 0}),
+    "unrolled zero 1 tensor": ("fsdp=2 tensor=2", {"unroll": 0, "zero": 1}),
     "remat full": ("data=1", {"remat": "full"}),
     "remat selective": ("data=1", {"remat": "selective"}),
     "remat selective unrolled fsdp": ("fsdp=2", {"remat": "selective", "unroll": 0}),
