@@ -129,8 +129,11 @@ def draw(model: Any, plan: Any, array: str, layout_name: str, out: Path | None) 
     elif out.suffix != ".png":
         raise ValueError(f"--out {out} is not a .png file; pictures are PNG, name it {out.with_suffix('.png')}")
     else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save_png(draw_array(title, row.shape, row.axes, row.spec, mesh), out)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            save_png(draw_array(title, row.shape, row.axes, row.spec, mesh), out)
+        except OSError as error:
+            raise ValueError(f"--out {out} cannot be written ({error.strerror}); name another file") from None
         print(f"picture: {out}")
 
 

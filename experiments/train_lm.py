@@ -26,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()
+# What parameters, optimizer state and the order of the batches depend on: a resumed run must keep it.
+FIXED = ("model.", "data.", "optimizer.name", "optimizer.momentum", "precision.storage", "train.batch", "train.seed")
+FREE = ("data.prefetch",)
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -98,6 +101,7 @@ class Job:
     checkpoints: Any
     done: int  # updates that a resumed run has behind it
     hosts: dict[str, int]
+    notes: list[str]  # what to tell about the run before it starts
 
 
 def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: bool) -> Job:
@@ -109,27 +113,32 @@ def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: b
     import jax
 
     from meshpar.mesh.devices import choose_devices, use_compilation_cache
+    from meshpar.module import abstract
 
+    config, model_config = recipe.train, recipe.model
+    model, tx = abstract(model_config.build, model_config), recipe.optimizer.make(config.steps)
+    if not recipe.plan.mesh.has_free_axis:  # before devices are emulated, which takes long for many
+        recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
     chosen = choose_devices(recipe.plan.mesh, devices)
     use_compilation_cache()
 
     from meshpar.checkpoint.manager import Checkpoints
-    from meshpar.module import abstract
     from meshpar.train.build import build
     from meshpar.train.data import open_dataset, train_batches
 
-    config, model_config = recipe.train, recipe.model
     checkpoints = Checkpoints(out / "checkpoints", keep=config.keep)
     done = updates_done(out, checkpoints, config.steps) if resume else refuse_old(out, checkpoints)
+    notes = [compare(out, recipe, done) if resume else "", warmup_note(recipe)]
     training = build(
-        abstract(model_config.build, model_config),
-        recipe.optimizer.make(config.steps),
+        model,
+        tx,
         recipe.plan,
         batch=config.batch,
         seq=recipe.data.seq,
         objective=recipe.objective,
         devices=chosen,
     )
+    training.trace(packed=recipe.data.packed)
     dataset = open_dataset(recipe.data)
     if dataset.vocab > model_config.vocab:
         raise ValueError(
@@ -137,16 +146,22 @@ def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: b
             f"set model.vocab={dataset.vocab} or more"
         )
     hosts = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    batches = train_batches(dataset, batch=config.batch, start_step=done, **hosts)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
     return Job(
         name=name,
         recipe=recipe,
         out=out,
         training=training,
         dataset=dataset,
-        batches=train_batches(dataset, batch=config.batch, start_step=done, **hosts),
+        batches=batches,
         checkpoints=checkpoints,
         done=done,
         hosts=hosts,
+        notes=[note for note in notes if note],
     )
 
 
@@ -159,36 +174,75 @@ def refuse_old(out: Path, checkpoints: Any) -> int:
 
 
 def updates_done(out: Path, checkpoints: Any, steps: int) -> int:
-    """The update that the newest checkpoint was written after."""
+    """The update that the newest checkpoint was written after; the last one, if only the results are missing."""
     latest = checkpoints.latest()
     if latest is None:
         raise ValueError(f"{out} holds no checkpoint; leave --resume out to start there, or name the run's folder")
-    if latest >= steps:
+    if latest > steps or (latest == steps and (out / "summary.json").exists()):
         raise ValueError(f"{out} has {latest} updates behind it and train.steps={steps}; set train.steps to more")
     return int(latest)
+
+
+def compare(out: Path, recipe: Any, done: int) -> str:
+    """Refuses a recipe that cannot go on from the checkpoints in `out`; returns what to tell about one that can."""
+    from meshpar.train.values import to_json
+
+    try:
+        before = flat(json.loads((out / "config.json").read_text())["recipe"])
+        earlier = before["train.steps"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{out / 'config.json'} does not tell the recipe of this run; restore that file") from None
+    now = flat(to_json(recipe))
+    changed = [
+        f"{key}={before[key]}, not {now[key]}"
+        for key in now
+        if key.startswith(FIXED) and key not in FREE and key in before and before[key] != now[key]
+    ]
+    if changed:
+        raise ValueError(f"{out} began with {', '.join(changed)}; give the recipe and --set that the run began with")
+    steps, optimizer = recipe.train.steps, recipe.optimizer
+    if optimizer.schedule != "cosine" or steps in (earlier, done) or earlier <= optimizer.warmup:
+        return ""
+    old, new = (float(optimizer.learning_rate(count)(done)) for count in (earlier, steps))
+    return f"train.steps was {earlier} and is {steps}: the learning rate goes on at {new:.3g} instead of {old:.3g}"
+
+
+def warmup_note(recipe: Any) -> str:
+    """What to tell about a run that ends while it warms up."""
+    steps, optimizer = recipe.train.steps, recipe.optimizer
+    if optimizer.warmup < steps:
+        return ""
+    return (
+        f"optimizer.warmup={optimizer.warmup} takes all of train.steps={steps}: the learning rate does not reach its "
+        f"peak; set optimizer.warmup={steps // 10} for a run of this length"
+    )
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recipe's JSON as the keys that --set takes."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}".removeprefix("plan.")
+        found |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
 
 
 def train(job: Job) -> dict[str, Any]:
     """Trains, evaluates, samples and leaves the run folder; returns its summary."""
     from meshpar.train.data import validation_batches
-    from meshpar.train.metrics import JsonLines, Progress, flops_per_token, mfu, plot_losses
+    from meshpar.train.metrics import JsonLines, Progress, as_json, flops_per_token, mfu, plot_losses
     from meshpar.train.trainer import Hook, fit
 
     recipe, training, dataset, out, config = job.recipe, job.training, job.dataset, job.out, job.recipe.train
     begun = time.perf_counter()
-    out.mkdir(parents=True, exist_ok=True)
-    dataset.tokenizer.save(out)
-    write_config(job)
-
     lines = JsonLines(out / "metrics.jsonl")
-    earlier = lines.rewind(job.done)
-    losses: dict[int, float] = {line["step"]: line["loss"] for line in earlier if "loss" in line}
-    validation = {line["step"]: line["validation_loss"] for line in earlier if "validation_loss" in line}
+    losses: dict[int, float] = {}
+    validation: dict[int, float] = {}
     tokens = config.batch * recipe.data.seq
     per_token = flops_per_token(training.model, recipe.data.seq)
     flops = None if per_token is None else per_token * tokens
     devices = list(training.mesh.devices.flat)
-    learning_rate = recipe.optimizer.learning_rate(config.steps)
+    rates = recipe.optimizer.rates(config.steps)  # all now: later they would wait for the step in flight
     progress = Progress(steps=config.steps, start=job.done, tokens=tokens, flops=flops, devices=devices)
 
     def log_metrics(step: int, metrics: dict[str, float], seconds: float) -> None:
@@ -198,7 +252,7 @@ def train(job: Job) -> dict[str, Any]:
             "tokens_per_second": metrics["tokens"] / seconds,
             "mfu": mfu(flops, seconds, devices),
         }
-        lines.write({"step": step, **metrics, "lr": float(learning_rate(step - 1)), **speed})
+        lines.write({"step": step, **metrics, "lr": float(rates[step - 1]), **speed})
         if step == job.done + 1:
             progress.log(f"first step after {time.perf_counter() - START:.1f} s from launch")
 
@@ -228,6 +282,8 @@ def train(job: Job) -> dict[str, Any]:
         f"{job.name}: {training.model.size / 1e6:.2f}M parameters, mesh {training.plan.mesh} on "
         f"{devices[0].device_kind}, run folder {out}"
     )
+    for note in job.notes:
+        progress.log(note)
     try:
         # XLA compiles the step while the first state is drawn or read; the loop's call then finds it compiled.
         with concurrent.futures.ThreadPoolExecutor(1) as ahead:
@@ -236,6 +292,13 @@ def train(job: Job) -> dict[str, Any]:
                 job.checkpoints.restore(training.abstract_state(), job.done) if job.done else training.init(config.seed)
             )
             compiled.result()
+        # only now does the folder change: a restore may fail
+        dataset.tokenizer.save(out)
+        write_config(job)
+        (out / "summary.json").unlink(missing_ok=True)  # of the steps that a resumed run has behind it
+        for line in lines.rewind(job.done):
+            losses |= {line["step"]: line["loss"]} if "loss" in line else {}
+            validation |= {line["step"]: line["validation_loss"]} if "validation_loss" in line else {}
         with progress:
             state = fit(training, state, job.batches, start=job.done, steps=config.steps, hooks=hooks)
     finally:
@@ -254,13 +317,18 @@ def train(job: Job) -> dict[str, Any]:
         **{f"{kind}_loss": loss for kind, loss in baselines.items()},
         "seconds": time.perf_counter() - begun,
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=1))
+    (out / "summary.json").write_text(as_json(summary, indent=1))
     beside = ", ".join(f"{kind} model {loss:.4f}" for kind, loss in baselines.items())
     progress.log(
-        f"\nvalidation loss {final:.4f} nats a token (perplexity {math.exp(final):.1f}); of the same text: {beside}"
+        f"\nvalidation loss {final:.4f} nats a token (perplexity {perplexity(final):.1f}); of the same text: {beside}"
     )
     progress.log(f"loss curve: {out / 'losses.png'}\nrun folder: {out}")
     return summary
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); inf where a float ends."""
+    return math.inf if loss > 709 else math.exp(loss)
 
 
 def _due(step: int, every: int) -> bool:

@@ -17,6 +17,7 @@ from meshpar.mesh.emulate import emulate
 from meshpar.mesh.spec import MeshSpec
 
 _PLUGINS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+_MOST_EMULATED = 4096
 
 
 def choose_devices(spec: MeshSpec, count: int | None) -> Sequence[jax.Device]:
@@ -26,7 +27,7 @@ def choose_devices(spec: MeshSpec, count: int | None) -> Sequence[jax.Device]:
     axis. With one it takes all devices, or the first `count`.
 
     Raises:
-      ValueError: `count` is below 1 or more than there are.
+      ValueError: `count` is below 1 or more than there are, or more than can be emulated in reasonable time.
     """
     if count is not None and count < 1:
         raise ValueError(f"--devices {count} is below 1; give a positive number, or leave it out")
@@ -36,7 +37,11 @@ def choose_devices(spec: MeshSpec, count: int | None) -> Sequence[jax.Device]:
             importlib.util.find_spec(name) for name in _PLUGINS
         ):
             config: Any = jax.config  # the annotations of jax 0.10 do not list the option
-            config.update("jax_num_cpu_devices", wanted)  # in case the plug-in finds no hardware
+            config.update("jax_num_cpu_devices", min(wanted, _MOST_EMULATED))  # in case the plug-in finds no hardware
+        elif wanted > _MOST_EMULATED:
+            raise ValueError(
+                f"{wanted} CPU devices to emulate are more than {_MOST_EMULATED}; use fewer, it would take minutes"
+            )
         else:
             emulate(wanted)
     devices = jax.devices()

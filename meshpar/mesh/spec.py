@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from meshpar.mesh.axes import AXES, OTHER_NAMES
 
+_MOST = 2**20  # beyond any machine, and far from where sizes overflow
 _RULE = "give a positive integer, or -1 for the devices that are left"
 
 
@@ -22,7 +23,7 @@ class MeshSpec:
     """The size of each mesh axis: a positive integer, or -1 on at most one axis for "what is left".
 
     Raises:
-        ValueError: a size is not an integer, is 0 or below -1, or two axes are -1.
+        ValueError: a size is not an integer, is 0, below -1 or beyond any machine, or two axes are -1.
     """
 
     stage: int = 1
@@ -38,6 +39,10 @@ class MeshSpec:
                 raise ValueError(f"mesh axis {name}={size!r} is not an integer; {_RULE}")
             if size == 0 or size < -1:
                 raise ValueError(f"mesh axis {name}={size} has no devices; {_RULE}")
+            if size > _MOST:
+                raise ValueError(
+                    f"mesh axis {name}={size} is more than the {_MOST} devices that an axis may have; {_RULE}"
+                )
         free = [name for name, size in self.sizes.items() if size == -1]
         if len(free) > 1:
             raise ValueError(f"mesh {self} leaves {' and '.join(free)} open, but only one may be -1; size the others")

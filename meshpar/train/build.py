@@ -112,9 +112,15 @@ class Training:
         extra = {"segments": leaf(jnp.int32), "positions": leaf(jnp.int32)} if packed else {}
         return Batch(tokens=leaf(jnp.int32), targets=leaf(jnp.int32), weights=leaf(jnp.float32), **extra)  # type: ignore[arg-type]
 
+    def trace(self, *, packed: bool = False) -> jax.stages.Traced:
+        """The step traced ahead of its compilation, which then uses the trace: what a layout cannot do inside shows
+        here, as a ValueError.
+        """
+        return self._step.trace(self.abstract_state(), self.abstract_batch(packed=packed))
+
     def compile(self, *, packed: bool = False) -> jax.stages.Compiled:
         """The step compiled ahead of its first call, for its memory, its text and its cost."""
-        return self._step.lower(self.abstract_state(), self.abstract_batch(packed=packed)).compile()
+        return self.trace(packed=packed).lower().compile()
 
 
 def build(
@@ -154,6 +160,7 @@ def build(
 
     def evaluate(params: PyTree, batch: Batch) -> Metrics:
         with placed(plan.placement(mesh)):
+
             def of_rows(rows: Batch) -> Metrics:
                 return loss_sums(forward, objective, params, rows, None)
 

@@ -60,6 +60,8 @@ def find_corpus(source: str) -> Corpus:
     Raises:
       ValueError: the name is unknown, the path holds no such file, or botocore is not installed.
     """
+    if not source.strip():  # as a path it would be the current folder
+        raise ValueError(f"source={source!r} is empty; name a folder, a file, {' or '.join(_NAMED)}")
     if source in _NAMED:
         return _NAMED[source]()
     path = Path(source).expanduser()

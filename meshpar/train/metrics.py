@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,22 +37,30 @@ def mfu(flops: float | None, seconds: float, devices: Sequence[jax.Device]) -> f
     return None if peak is None or flops is None else flops / seconds / (peak * len(devices))
 
 
+def as_json(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """A JSON object; numbers that JSON does not have (inf, nan: a run that diverged) become null."""
+    known = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+    return json.dumps(known, indent=indent, allow_nan=False)
+
+
 class JsonLines:
-    """Appends one JSON object a line; each is on disk when `write` returns."""
+    """Appends one JSON object a line, see `as_json`; each is on disk when `write` returns."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def write(self, values: Mapping[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(dict(values)) + "\n")
+            file.write(as_json(values) + "\n")
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Drops the lines of later steps, which a resumed run writes again, and returns those that stay."""
         text = self.path.read_text() if self.path.exists() else ""
         whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         kept = [values for values in whole if values["step"] <= step]
-        self.path.write_text("".join(json.dumps(values) + "\n" for values in kept))
+        self.path.write_text("".join(as_json(values) + "\n" for values in kept))
         return kept
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jax
+import numpy as np
 import optax
 
 from meshpar.interfaces import PyTree
@@ -45,10 +46,18 @@ class OptimizerConfig:
                     f"optimizer.{field}={value!r} is not one of {', '.join(known)}{did_you_mean(value, known)}; "
                     "choose one of them"
                 )
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr={self.lr} must be above 0; 3e-4 is usual")
-        if self.warmup < 0:
-            raise ValueError(f"optimizer.warmup={self.warmup} is negative; use 0 for none")
+        for field, fine, rule in (
+            ("lr", self.lr > 0, "above 0; 3e-4 is usual"),
+            ("warmup", 0 <= self.warmup < 2**31, "at least 0 and below 2^31; use 0 for none"),
+            ("final_lr", 0 <= self.final_lr <= 1, "from 0 to 1, a share of the peak; 0.1 is usual"),
+            ("b1", 0 <= self.b1 < 1, "at least 0 and below 1; 0.9 is usual"),
+            ("b2", 0 <= self.b2 < 1, "at least 0 and below 1; 0.95 is usual"),
+            ("eps", self.eps > 0, "above 0; 1e-8 is usual"),
+            ("weight_decay", self.weight_decay >= 0, "at least 0; use 0 for none"),
+            ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1; use 0 for none"),
+        ):
+            if not fine:
+                raise ValueError(f"optimizer.{field}={getattr(self, field)} must be {rule}")
 
     def learning_rate(self, steps: int) -> optax.Schedule:
         """Update number (from 0) to learning rate, for a run of `steps` updates; the peak is reached at update
@@ -66,6 +75,11 @@ class OptimizerConfig:
             ],
             [self.warmup],
         )
+
+    def rates(self, steps: int) -> np.ndarray:
+        """The learning rate of each update of a run, fp32 `[steps]` on the host."""
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes where a strict caller may not
+            return np.asarray(jax.jit(jax.vmap(self.learning_rate(steps)))(np.arange(steps, dtype=np.int32)))
 
     def make(self, steps: int) -> optax.GradientTransformation:
         """The transformation for a run of `steps` updates."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from meshpar.layout.rules import did_you_mean
+from meshpar.train.run import Recipe
 from meshpar.train.values import dataclass_members, fields, from_text, has_default, load_module, show, type_name
 
 T = TypeVar("T")
@@ -21,11 +22,12 @@ T = TypeVar("T")
 SHORT: Final = "plan"
 
 
-def load_recipe(name: str, *, default_module: str = "experiments.recipes") -> Any:
+def load_recipe(name: str, *, default_module: str = "experiments.recipes") -> Recipe:
     """The recipe that "NAME" (a function of the default module) or "module:function" makes.
 
     Raises:
-        ValueError: there is no such module, or it defines no such function.
+        ValueError: there is no such module, it defines no such function, or that one needs arguments or returns
+            something else.
     """
     module_name, _, function = name.partition(":") if ":" in name else (default_module, "", name)
     module = load_module(module_name)
@@ -37,7 +39,19 @@ def load_recipe(name: str, *, default_module: str = "experiments.recipes") -> An
     if function not in known:
         hint = did_you_mean(function, known) or ";"
         raise ValueError(f"unknown recipe {name!r}{hint} {module_name} has {', '.join(known)}")
-    return known[function]()
+    needed = [
+        argument.name
+        for argument in inspect.signature(known[function]).parameters.values()
+        if argument.default is argument.empty and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+    ]
+    if needed:
+        raise ValueError(f"recipe {name!r} needs {', '.join(needed)}; name a function that is called without arguments")
+    recipe = known[function]()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"recipe {name!r} returned a {type(recipe).__name__}, not a meshpar.Recipe; name a function that does"
+        )
+    return recipe
 
 
 def apply_overrides(recipe: T, overrides: Iterable[str]) -> T:

@@ -19,7 +19,7 @@ class RunConfig:
 
     steps: int
     batch: int  # rows of the global batch, over all devices and microbatches
-    seed: int = 0  # of the initial parameters and of dropout
+    seed: int = 0  # 0 to 2^32 - 1, of the initial parameters and of dropout
     eval_every: int = 100  # 0: only at the end
     eval_batches: int = 16  # at most so many validation batches; a full pass at the end
     checkpoint_every: int = 0  # 0: only at the end
@@ -30,14 +30,18 @@ class RunConfig:
         for name, least in (
             ("steps", 1),
             ("batch", 1),
+            ("seed", 0),
             ("eval_every", 0),
             ("eval_batches", 1),
             ("checkpoint_every", 0),
             ("keep", 1),
             ("sample_tokens", 0),
         ):
-            if getattr(self, name) < least:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least {least}; use {least} or more")
+            value, most = getattr(self, name), 2**32 - 1 if name == "seed" else 2**31 - 1  # uint32 and int32 on devices
+            if value < least:
+                raise ValueError(f"train.{name}={value} must be at least {least}; use {least} or more")
+            if value > most:
+                raise ValueError(f"train.{name}={value} must be at most {most}; use {most} or less")
 
 
 @dataclass(frozen=True, kw_only=True)

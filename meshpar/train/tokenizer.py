@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EOD = "<|endoftext|>"  # the separator's name in a tokenizer.json; as plain text it is encoded like any other text
 _FILE = "tokenizer.json"
+_MOST_IDS = 2**20  # several times the largest vocabularies in use; the trainer allocates for what it is asked
 
 
 class Tokenizer(Protocol):
@@ -108,8 +109,8 @@ def check_tokenizer(spec: str) -> None:
     """Refuses a tokenizer name that `make_tokenizer` would not know, without touching a file.
 
     Args:
-      spec: "bytes", "bpe:N" (N ids, at least 257: the bytes and `eod`) or the path of a tokenizer.json or of its folder
-        (it has a "/" or ends in ".json").
+      spec: "bytes", "bpe:N" (N ids, 257 to 2^20; the bytes and `eod` are 257) or the path of a tokenizer.json or of
+        its folder (it has a "/" or ends in ".json").
     Raises:
       ValueError: none of the three.
     """
@@ -117,10 +118,10 @@ def check_tokenizer(spec: str) -> None:
         return
     name, colon, count = spec.partition(":")
     if name == "bpe" and colon:
-        if not (count.isascii() and count.isdigit()) or int(count) < 257:
+        if not (count.isascii() and count.isdigit()) or not 257 <= int(count) <= _MOST_IDS:
             raise ValueError(
-                f"tokenizer={spec!r} must be bpe:N with a whole N of at least 257 (the 256 bytes and the separator); "
-                "try 'bpe:4096'"
+                f"tokenizer={spec!r} must be bpe:N with a whole N of at least 257 (the 256 bytes and the separator) "
+                f"and at most {_MOST_IDS}; try 'bpe:4096'"
             )
         return
     meant = {"bytes": "bytes", "bpe": f"bpe:{count or 4096}"}

@@ -110,6 +110,11 @@ def _read_member(text: str, kind: Any) -> Any:
     if _is_mapping(origin):
         pairs = [piece.partition(":") for piece in text.split(",") if piece.strip()]
         if all(colon for _, colon, _ in pairs):
+            names = [name.strip() for name, _, _ in pairs]
+            if doubled := [name for name in names if names.count(name) > 1]:
+                raise ValueError(
+                    f"{doubled[0]} is named twice in {text!r}; give all its values once, as in {doubled[0]}:a b"
+                )
             return {_read(name.strip(), args[0]): _read(value.strip(), args[1]) for name, _, value in pairs}
     if _is_function(origin) and ":" in text:
         return load(text)

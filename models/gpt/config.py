@@ -10,6 +10,9 @@ from flax import nnx
 if TYPE_CHECKING:
     from models.gpt.model import GPT
 
+_SIZES = ("vocab", "layers", "embed", "heads", "max_seq", "vocab_multiple")
+_MOST = 2**31 - 1  # sizes and positions are int32 on devices
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -30,6 +33,15 @@ class GPTConfig:
     )
 
     def __post_init__(self) -> None:
+        for name, fine, rule in (
+            *((size, 1 <= getattr(self, size) <= _MOST, f"at least 1 and at most {_MOST}") for size in _SIZES),
+            ("mlp", 0 <= self.mlp <= _MOST, f"at least 0 and at most {_MOST}; 0 is 4 embed"),
+            ("norm_eps", self.norm_eps > 0, "above 0; 1e-5 is usual"),
+            ("init_std", self.init_std >= 0, "at least 0; 0.02 is usual"),
+            ("dropout", 0 <= self.dropout < 1, "at least 0 and below 1; 0 drops nothing"),
+        ):
+            if not fine:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be {rule}")
         if self.embed % self.heads:
             raise ValueError(f"embed={self.embed} is not divisible by heads={self.heads}; choose heads that divide it")
 

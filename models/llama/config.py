@@ -14,6 +14,9 @@ from models.nn.rope import RopeScaling
 if TYPE_CHECKING:
     from models.llama.model import Llama
 
+_SIZES = ("vocab", "layers", "embed", "heads", "kv_heads", "mlp", "max_seq", "vocab_multiple")
+_MOST = 2**31 - 1  # sizes and positions are int32 on devices
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -42,6 +45,21 @@ class LlamaConfig:
     )
 
     def __post_init__(self) -> None:
+        for name, fine, rule in (
+            *((size, 1 <= getattr(self, size) <= _MOST, f"at least 1 and at most {_MOST}") for size in _SIZES),
+            ("head_dim", 0 <= self.head_dim <= _MOST, f"at least 0 and at most {_MOST}; 0 is embed / heads"),
+            (
+                "window",
+                self.window is None or 1 <= self.window <= _MOST,
+                f"at least 1 and at most {_MOST}, or none",
+            ),
+            ("rope_theta", self.rope_theta > 0, "above 0; 10000 is usual"),
+            ("norm_eps", self.norm_eps > 0, "above 0; 1e-5 is usual"),
+            ("init_std", self.init_std >= 0, "at least 0; 0.02 is usual"),
+            ("dropout", 0 <= self.dropout < 1, "at least 0 and below 1; 0 drops nothing"),
+        ):
+            if not fine:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be {rule}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "

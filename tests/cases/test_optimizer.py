@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,37 @@ def test_the_cosine_ends_where_the_run_ends() -> None:
     assert float(rate(0)) == 0.0
     assert float(rate(25)) == pytest.approx(0.55)
     assert float(rate(40)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_the_rates_of_a_run_are_those_of_its_schedule(schedule: Any) -> None:
+    config = OptimizerConfig(lr=1.0, warmup=10, schedule=schedule)
+    rates = config.rates(40)
+    assert isinstance(rates, np.ndarray)
+    np.testing.assert_allclose(rates, [config.learning_rate(40)(step) for step in range(40)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr": 0.0},
+        {"warmup": -1},
+        {"final_lr": -0.1},
+        {"final_lr": 1.1},
+        {"b1": -0.1},
+        {"b1": 1.0},
+        {"b2": 1.0},
+        {"b2": float("nan")},
+        {"eps": 0.0},
+        {"weight_decay": -0.1},
+        {"momentum": -0.1},
+        {"momentum": 1.0},
+    ],
+)
+def test_an_optimizer_out_of_range_is_one_sentence(values: dict[str, Any]) -> None:
+    ((name, value),) = values.items()
+    with pytest.raises(ValueError, match=rf"^optimizer\.{name}={value} must be .*; "):
+        OptimizerConfig(**values)
 
 
 @pytest.mark.parametrize(("mesh", "storage"), [("data=2 fsdp=2 tensor=2", "cast"), ("fsdp=4", "copy")])

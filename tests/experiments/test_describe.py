@@ -68,6 +68,13 @@ def test_a_picture_as_text_and_as_png(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--layout", "grads"], "--layout grads belongs to a picture; add --draw ARRAY"),
         (["--draw", "embedding/table", "--json"], "--json and --draw are two different outputs; drop one"),
         (
+            ["--draw", "embedding/table", "--out", "README.md/a.png"],
+            "--out README.md/a.png cannot be written (",
+        ),
+        (["--draw", "embedding/table", "--out", "/proc/a.png"], "--out /proc/a.png cannot be written ("),
+        (["--set", f"mesh=data={10**23}"], "is more than the 1048576 devices that an axis may have"),
+        (["--recipe", "meshpar.mesh.build:abstract_mesh"], "needs spec; name a function that is called without"),
+        (
             ["--draw", "embedding/table", "--out", "a.svg"],
             "--out a.svg is not a .png file; pictures are PNG, name it a.png",
         ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from typing import Any
 import jax
 import pytest
 
-from experiments.train_lm import main
+from experiments.train_lm import main, perplexity
+from meshpar.train.optimizer import OptimizerConfig
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = {
@@ -139,6 +142,65 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(text: Path, tmp_path: Pa
     assert losses_of(folder) == losses_of(finished.folder)
 
 
+def test_a_run_that_was_killed_before_its_results_is_finished(text: Path, tmp_path: Path, finished: Finished) -> None:
+    folder = tmp_path / "killed"
+    shutil.copytree(finished.folder, folder)
+    for name in ("summary.json", "losses.png", "samples.txt"):
+        (folder / name).unlink()
+    assert main([*arguments(text), "--out", str(folder), "--resume"]) == 0
+    for name in ("losses.png", "samples.txt"):
+        assert (folder / name).exists()
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (folder, finished.folder)]
+    assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
+    assert losses_of(folder) == losses_of(finished.folder)
+
+
+def test_another_number_of_steps_tells_the_jump_of_the_learning_rate(
+    text: Path, tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr("rich.console.Console.print", lambda self, line="", **_: printed.append(str(line)))
+    shutil.copytree(finished.folder, tmp_path / "run")
+    longer = arguments(text, train__steps=10, optimizer__schedule="cosine", mesh="fsdp=2", accumulate=2)
+    assert main([*longer, "--out", str(tmp_path / "run"), "--resume"]) == 0
+    # the cosine over 6 updates has ended at update 6: a tenth of 3e-3; over 10 it is half-way: 0.55
+    told = "train.steps was 6 and is 10: the learning rate goes on at 0.00165 instead of 0.0003"
+    assert printed.count(told) == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 10
+
+
+def test_a_diverged_run_ends_and_leaves_valid_json_and_logging_asks_no_device(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr("rich.console.Console.print", lambda self, line="", **_: printed.append(str(line)))
+    schedule_of = OptimizerConfig.learning_rate
+
+    def traced_only(self: OptimizerConfig, steps: int) -> Any:
+        def rate(count: Any) -> Any:
+            assert isinstance(count, jax.core.Tracer), "a learning rate was computed by itself"
+            return schedule_of(self, steps)(count)
+
+        return rate
+
+    monkeypatch.setattr(OptimizerConfig, "learning_rate", traced_only)
+    assert main([*arguments(text, optimizer__lr=1e30), "--out", str(tmp_path / "run")]) == 0
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is no JSON")
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line, parse_constant=refuse).get("loss") for line in lines]
+    assert None in losses[2:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=refuse)
+    assert summary["validation_loss"] is None
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(1.0, "2.7"), (1e4, "inf"), (math.inf, "inf"), (math.nan, "nan")])
+def test_the_perplexity_of_any_loss_can_be_shown(loss: float, shown: str) -> None:
+    assert f"{perplexity(loss):.1f}" == shown
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 Capsys = pytest.CaptureFixture[str]
@@ -157,13 +219,23 @@ def refused(command: list[str], capsys: Capsys) -> str:
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"mesh": "data=-1 fsdp=-1"}, "leaves data and fsdp open, but only one may be -1"),
     ({"mesh": "data=2 tensr=2"}, "unknown mesh axis 'tensr'; did you mean 'tensor'?"),
-    ({"mesh": "data=16"}, "16 devices asked for and 8 cpu devices are there"),
+    ({"mesh": "data=16", "train__batch": 16}, "16 devices asked for and 8 cpu devices are there"),
+    ({"mesh": f"data={10**23}"}, f"mesh axis data={10**23} is more than the 1048576 devices that an axis may have"),
+    ({"mesh": "data=16"}, "batch=8 is not divisible by data=16 x fsdp=1 x accumulate=1 = 16"),
     ({"mesh": "stage=2"}, "no stage parallelism in this version"),
     ({"mesh": "expert=2"}, "no expert parallelism in this version"),
     ({"mesh": "data=two"}, "mesh axis data=two is not an integer"),
     ({"train__step": 3}, "unknown key 'train.step'; did you mean 'train.steps'?"),
     ({"train__steps": "many"}, "train.steps=many should be an integer"),
     ({"train__steps": 0}, "train.steps=0 must be at least 1"),
+    ({"train__steps": "1e30"}, "must be at most 2147483647"),
+    ({"train__batch": "1e30"}, "must be at most 2147483647"),
+    ({"train__seed": -1}, "train.seed=-1 must be at least 0"),
+    ({"train__seed": 2**32}, "train.seed=4294967296 must be at most 4294967295"),
+    ({"optimizer__b1": 1}, "optimizer.b1=1.0 must be at least 0 and below 1"),
+    ({"model__layers": 0}, "model.layers=0 must be at least 1"),
+    ({"model__heads": 0}, "model.heads=0 must be at least 1"),
+    ({"model__dropout": 1}, "model.dropout=1.0 must be at least 0 and below 1"),
     (
         {"mesh": "data=2 fsdp=2", "accumulate": 4},
         "batch=8 is not divisible by data=2 x fsdp=2 x accumulate=4 = 16; use a multiple of 16, such as 16",
@@ -173,12 +245,16 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"model__heads": 4, "model__kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
     ({"model__mlp": 66, "mesh": "tensor=4"}, "mlp=66 is not divisible by tensor=4"),
     ({"rules": "embed:tensor"}, "mesh axis 'tensor' would split two dims"),
+    ({"rules": "seq_residual:tensor", "data__seq": 31}, "seq_residual=31 is not divisible by tensor=2"),
+    ({"rules": "mlp:data,mlp:tensor"}, "mlp is named twice in 'mlp:data,mlp:tensor'"),
     ({"rules": "embed:tensr"}, "unknown mesh axis 'tensr'; did you mean 'tensor'?"),
     ({"data__seq": 65}, "seq=65 is longer than the model's max_seq=64"),
     (
         {"data__source": "stdlb"},
         "source='stdlb' is neither a known corpus nor an existing path; did you mean 'stdlib'?",
     ),
+    ({"data__source": ""}, "source='' is empty; name a folder, a file, stdlib or botocore"),
+    ({"data__tokenizer": f"bpe:{10**20}"}, "must be bpe:N with a whole N of at least 257"),
     ({"data__tokenizer": "byte"}, "tokenizer='byte' is not known; did you mean 'bytes'?"),
     ({"model__vocab": 200}, "the tokenizer bytes has 257 tokens and model.vocab=200"),
     ({"train__batch": 4096}, "training rows of seq=32 tokens and one batch needs 4096"),
@@ -187,8 +263,14 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "sentence"), BAD_VALUES, ids=[sentence for _, sentence in BAD_VALUES])
 def test_a_bad_value_is_one_sentence_and_leaves_no_folder(
-    changes: dict[str, Any], sentence: str, text: Path, tmp_path: Path, capsys: Capsys
+    changes: dict[str, Any],
+    sentence: str,
+    text: Path,
+    tmp_path: Path,
+    capsys: Capsys,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("experiments.train_lm.train", lambda job: pytest.fail("training began"))
     assert sentence in refused([*arguments(text, **changes), "--out", str(tmp_path / "run")], capsys)
     assert not (tmp_path / "run").exists()
 
@@ -202,6 +284,11 @@ def test_a_bad_value_is_one_sentence_and_leaves_no_folder(
         ),
         (["--devices", "0"], "--devices 0 is below 1"),
         (["--recipe", "llama_tiny_stdlb"], "unknown recipe 'llama_tiny_stdlb'; did you mean 'llama_tiny_stdlib'?"),
+        (["--recipe", "meshpar.mesh.build:abstract_mesh"], "'meshpar.mesh.build:abstract_mesh' needs spec"),
+        (
+            ["--recipe", "meshpar.compat:backend_started"],
+            "returned a bool, not a meshpar.Recipe; name a function that does",
+        ),
         (["--recipe", "nowhere:tiny"], "no module 'nowhere' here"),
         (["--set", "train.steps"], "override 'train.steps' is not key=value"),
         (["--resume"], "--resume does not say which run to continue; name its folder with --out"),
@@ -238,6 +325,97 @@ def test_an_old_run_is_neither_overwritten_nor_continued_unasked(
     crashed.mkdir()
     (crashed / "config.json").write_text("{}")
     assert "choose another --out, or delete it" in refused([*arguments(text), "--out", str(crashed)], capsys)
+
+
+@pytest.mark.parametrize("folder", ["{text}", "{text}/run", "/proc/run"])
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    folder: str, text: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.train_lm.train", lambda job: pytest.fail("training began"))
+    sentence = refused([*arguments(text), "--out", folder.format(text=text)], capsys)
+    assert sentence.startswith(f"--out {folder.format(text=text)} cannot be made")
+
+
+def test_a_fixed_mesh_is_checked_before_devices_are_emulated(
+    text: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshpar.mesh.devices.choose_devices", lambda *_: pytest.fail("devices were asked for"))
+    assert "batch=8 is not divisible by data=20000" in refused(arguments(text, mesh="data=20000"), capsys)
+
+
+CHANGED: list[tuple[dict[str, Any], str]] = [
+    ({"model__embed": 64}, "began with model.embed=32, not 64"),
+    ({"precision__storage": "copy"}, "began with precision.storage=cast, not copy"),
+    ({"optimizer__name": "sgd"}, "began with optimizer.name=adamw, not sgd"),
+    ({"data__seed": 1, "train__seed": 1}, "began with data.seed=0, not 1, train.seed=0, not 1; give the recipe and"),
+    ({"train__batch": 16}, "began with train.batch=8, not 16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), CHANGED, ids=[sentence for _, sentence in CHANGED])
+def test_a_run_is_not_continued_as_another(
+    changes: dict[str, Any], sentence: str, text: Path, finished: Finished, capsys: Capsys
+) -> None:
+    before = {name: (finished.folder / name).read_bytes() for name in ("config.json", "metrics.jsonl", "summary.json")}
+    again = [*arguments(text, train__steps=8, **changes), "--out", str(finished.folder), "--resume"]
+    assert sentence in refused(again, capsys)
+    assert {name: (finished.folder / name).read_bytes() for name in before} == before
+
+
+def test_what_a_model_refuses_while_it_is_traced_is_one_sentence(
+    text: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("such a block has no layout here")
+
+    monkeypatch.setattr("models.llama.model.Llama.block", refuse)
+    monkeypatch.setattr("experiments.train_lm.train", lambda job: pytest.fail("training began"))
+    command = [*arguments(text), "--out", str(tmp_path / "run")]
+    assert refused(command, capsys) == "such a block has no layout here"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_recipe_is_lost_is_not_continued(
+    text: Path, tmp_path: Path, finished: Finished, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.train_lm.train", lambda job: pytest.fail("training began"))
+    shutil.copytree(finished.folder, tmp_path / "run")
+    for content in (None, "", "[]", "{}", '{"recipe": 3}'):
+        (tmp_path / "run" / "config.json").unlink(missing_ok=True)
+        if content is not None:
+            (tmp_path / "run" / "config.json").write_text(content)
+        again = [*arguments(text, train__steps=8), "--out", str(tmp_path / "run"), "--resume"]
+        assert "config.json does not tell the recipe of this run" in refused(again, capsys)
+
+
+def test_a_restore_that_fails_leaves_the_folder_as_it_was(
+    text: Path, tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("meshpar.checkpoint.manager.Checkpoints.restore", broken)
+    folder = tmp_path / "run"
+    shutil.copytree(finished.folder, folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 0.0}\n')
+    before = {name: (folder / name).read_bytes() for name in ("config.json", "metrics.jsonl", "summary.json")}
+    with pytest.raises(OSError, match="the disk is gone"):
+        main([*arguments(text, train__steps=8, optimizer__lr=1e-3), "--out", str(folder), "--resume"])
+    assert {name: (folder / name).read_bytes() for name in before} == before
+
+
+def test_a_run_that_goes_on_has_no_summary_before_it_ends(
+    text: Path, tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshpar.train.trainer.fit", killed)
+    shutil.copytree(finished.folder, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments(text, train__steps=8), "--out", str(tmp_path / "run"), "--resume"])
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_resuming_without_a_checkpoint_is_one_sentence(text: Path, tmp_path: Path, capsys: Capsys) -> None:

@@ -100,6 +100,7 @@ def test_every_axis_has_a_meaning_and_every_other_name_an_axis() -> None:
         ("data=two", "mesh axis data=two is not an integer; give a positive integer"),
         ("data=1.5", "mesh axis data=1.5 is not an integer; give a positive integer"),
         ("data=0", "mesh axis data=0 has no devices; give a positive integer"),
+        (f"data={2**20 + 1}", "mesh axis data=1048577 is more than the 1048576 devices that an axis may have"),
         ("data=-2", "mesh axis data=-2 has no devices; give a positive integer"),
         ("data=-1 tensor=-1", "mesh data=-1 tensor=-1 leaves data and tensor open, but only one may be -1"),
         ("tensor", "mesh entry 'tensor' is not axis=size; write for example \"data=2 tensor=4\""),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.recipes import llama_tiny_stdlib
 from meshpar.mesh.spec import MeshSpec
 from meshpar.train.recipe import apply_overrides, describe_keys, load_recipe
 from meshpar.train.values import from_json, from_text, show, to_json
@@ -67,12 +68,20 @@ class Recipe:
     plan: Plan = Plan()
 
 
-def recipe_tiny() -> Recipe:
+def recipe_tiny() -> Any:
+    return llama_tiny_stdlib()
+
+
+def recipe_sized(layers: int, *rest: int, heads: int = 2, **more: int) -> Any:
+    return llama_tiny_stdlib()
+
+
+def recipe_of_tests() -> Recipe:
     return Recipe()
 
 
-def _private() -> Recipe:
-    return Recipe()
+def _private() -> Any:
+    return llama_tiny_stdlib()
 
 
 def after(override: str) -> Any:
@@ -173,6 +182,10 @@ def test_checks_see_the_final_values_in_either_order(order: int) -> None:
             "should be fp32 or bf16; did you mean 'bf16'? write for example precision.compute=fp32",
         ),
         ("train.betas=0.9", "train.betas=0.9 should be a list of 2; write for example train.betas=0.9,0.95"),
+        (
+            "rules=mlp:data,mlp:fsdp",
+            "mlp is named twice in 'mlp:data,mlp:fsdp'; give all its values once, as in mlp:a b",
+        ),
         ("rules=embed", "rules=embed should be a list of name:value; write for example rules=a:b,c:d"),
         ("train=5", "train=5 cannot set a Train as a whole; set its parts, such as train.steps=..."),
         ("model=5", "model=5 cannot set a Tiny as a whole; set its parts, such as model.layers=..."),
@@ -265,8 +278,8 @@ def test_what_has_no_json_form_is_refused(bad: Any) -> None:
 
 
 def test_recipes_are_found_by_name_or_by_module() -> None:
-    assert load_recipe("recipe_tiny", default_module=__name__) == Recipe()
-    assert load_recipe(f"{__name__}:recipe_tiny") == Recipe()
+    assert load_recipe("recipe_tiny", default_module=__name__) == llama_tiny_stdlib()
+    assert load_recipe(f"{__name__}:recipe_tiny") == llama_tiny_stdlib()
 
 
 @pytest.mark.parametrize(
@@ -275,6 +288,12 @@ def test_recipes_are_found_by_name_or_by_module() -> None:
         ("recipe_tyni", "unknown recipe 'recipe_tyni'; did you mean 'recipe_tiny'?"),
         ("_private", "unknown recipe '_private'"),
         ("dataclass", "unknown recipe 'dataclass'"),
+        ("recipe_sized", "recipe 'recipe_sized' needs layers; name a function that is called without arguments"),
+        ("type_that_is_not_here", "unknown recipe 'type_that_is_not_here'"),
+        (
+            "recipe_of_tests",
+            "recipe 'recipe_of_tests' returned a Recipe, not a meshpar.Recipe; name a function that does",
+        ),
         ("nowhere.at_all:f", "no module 'nowhere.at_all' here; run from the root of a clone"),
     ],
 )

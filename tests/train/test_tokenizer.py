@@ -99,6 +99,7 @@ def test_a_vocabulary_past_65536_ids_is_stored_in_32_bits(tmp_path: Path) -> Non
         ("bpr:512", "did you mean 'bpe:512'"),
         ("bpe", "did you mean 'bpe:4096'"),
         ("bpe:100", "at least 257"),
+        (f"bpe:{2**20 + 1}", "at most 1048576"),
         ("bpe:4k", "at least 257"),
         ("bpe:", "at least 257"),
         ("sentencepiece", "use 'bytes', 'bpe:4096' or the path"),
