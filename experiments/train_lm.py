@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import math
 import platform
@@ -285,12 +286,13 @@ def train(job: Job) -> dict[str, Any]:
     for note in job.notes:
         progress.log(note)
     try:
-        # XLA compiles the step while the first state is drawn or read; the loop's call then finds it compiled.
+        # XLA compiles the step while the first state and batch are made; the loop's call then finds it compiled.
         with concurrent.futures.ThreadPoolExecutor(1) as ahead:
             compiled = ahead.submit(training.compile, packed=recipe.data.packed)
             state = (
                 job.checkpoints.restore(training.abstract_state(), job.done) if job.done else training.init(config.seed)
             )
+            batches = itertools.chain([next(job.batches)], job.batches)
             compiled.result()
         # only now does the folder change: a restore may fail
         dataset.tokenizer.save(out)
@@ -300,7 +302,7 @@ def train(job: Job) -> dict[str, Any]:
             losses |= {line["step"]: line["loss"]} if "loss" in line else {}
             validation |= {line["step"]: line["validation_loss"]} if "validation_loss" in line else {}
         with progress:
-            state = fit(training, state, job.batches, start=job.done, steps=config.steps, hooks=hooks)
+            state = fit(training, state, batches, start=job.done, steps=config.steps, hooks=hooks)
     finally:
         job.checkpoints.close()
 

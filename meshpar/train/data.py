@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from meshpar.interfaces import Batch
-from meshpar.train.rows import make_rows
+from meshpar.train.rows import Rows, make_rows
 from meshpar.train.token_cache import TokenStream, cached_tokens, default_root, load_stream
 from meshpar.train.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 
@@ -118,7 +118,13 @@ def train_batches(
             f"source={config.source!r} has {len(rows)} training rows of seq={seq} tokens and one batch needs {batch}; "
             f"use more text, a shorter seq or a smaller batch"
         )
-    import grain  # costs over a second
+    return _shuffled(rows, config, batch=batch, start_step=start_step, seed=seed, mine=mine)
+
+
+def _shuffled(
+    rows: Rows, config: DataConfig, *, batch: int, start_step: int, seed: int, mine: slice
+) -> Iterator[Batch]:
+    import grain  # costs over half a second, so only when the first batch is asked for
 
     order = grain.MapDataset.range(len(rows))
     if config.shuffle:
@@ -126,8 +132,7 @@ def train_batches(
         order = order.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
     steps = order.repeat().batch(batch).map(lambda numbers: rows.batch(numbers[mine]))
     options = grain.ReadOptions(num_threads=min(config.prefetch, 1), prefetch_buffer_size=config.prefetch)
-    iterator: Iterator[Batch] = iter(steps[start_step:].to_iter_dataset(options))
-    return iterator
+    yield from steps[start_step:].to_iter_dataset(options)
 
 
 def validation_batches(
