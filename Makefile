@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 MARK ?= not slow
-WORKERS ?=
+WORKERS ?= 2
 ARGS ?=
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -25,7 +25,7 @@ demo: $(INSTALLED)  ## a small Llama, trained on 8 emulated devices
 	$(VENV)/bin/python -m experiments.train_lm --recipe llama_tiny_stdlib --set mesh="data=2 fsdp=2 tensor=2"
 
 test: $(INSTALLED)  ## the tests that are not slow
-	$(VENV)/bin/python -m pytest -q -m "$(MARK)" $(if $(WORKERS),-n $(WORKERS)) $(ARGS)
+	$(VENV)/bin/python -m pytest -q -m "$(MARK)" -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(VENV)/bin/ruff check

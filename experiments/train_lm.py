@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -152,6 +153,8 @@ def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: b
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"--out {out} cannot be written to; change its permissions, or name another folder")
     return Job(
         name=name,
         recipe=recipe,

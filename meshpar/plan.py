@@ -17,9 +17,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.attention.attend import BACKENDS
-from meshpar.interfaces import PyTree
 from meshpar.layout.context import Placement
-from meshpar.layout.resolve import map_leaves, place, shardings
+from meshpar.layout.resolve import place, shardings
 from meshpar.layout.rules import LOGICAL_AXES, Rule, did_you_mean
 from meshpar.mesh.axes import AXES, BATCH_AXES
 from meshpar.mesh.build import abstract_mesh
@@ -259,12 +258,3 @@ class Plan:
                     )
             parsed["precision"] = Policy(**precision)
         return cls(**parsed)
-
-
-def leaf_notes(model: Model, plan: Plan) -> PyTree:
-    """For each parameter why it is not spread as asked, or the empty string."""
-    mesh = abstract_mesh(plan.mesh)
-    layout = plan.layouts().params
-    return map_leaves(
-        lambda path, leaf, axes: place(layout, axes, leaf.shape, mesh, path=path).note, model.shapes, model.axes
-    )

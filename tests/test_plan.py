@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshpar.layout.describe import describe
 from meshpar.layout.rules import LOGICAL_AXES
 from meshpar.mesh.axes import AXES
+from meshpar.mesh.build import abstract_mesh
 from meshpar.mesh.spec import MeshSpec
 from meshpar.module import Model, abstract
-from meshpar.plan import Plan, leaf_notes
+from meshpar.plan import Plan
 from meshpar.precision.policy import Policy
 from meshpar.precision.remat import SAVE_NAMES
 from models.llama import LlamaConfig
@@ -198,6 +200,12 @@ def test_a_plan_that_does_not_fit_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+def notes(model: Model, plan: Plan) -> dict[str, str]:
+    """For each parameter why it is not split as asked."""
+    rows = describe(plan.layouts().params, model.axes, model.shapes, abstract_mesh(plan.mesh))
+    return {row.path: row.note for row in rows}
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tensor", "sentence"),
     [
@@ -213,10 +221,7 @@ def test_heads_and_kv_heads_fit_tensor_or_are_refused_by_name(
     plan = Plan(mesh=MeshSpec(tensor=tensor))
     if sentence is None:
         plan.check(model)
-        assert (
-            leaf_notes(model, plan)["blocks"]["attention"]["k"]["kernel"]
-            == "kv_heads=2 is fewer than tensor=4: whole on each"
-        )
+        assert notes(model, plan)["blocks/attention/k/kernel"] == "kv_heads=2 is fewer than tensor=4: whole on each"
     else:
         with pytest.raises(ValueError, match=re.escape(sentence)):
             plan.check(model)
@@ -231,9 +236,9 @@ def test_a_vocabulary_is_padded_or_refused_by_name() -> None:
 
 
 def test_zero_falls_back_to_another_dim_or_to_whole_leaves_with_a_note() -> None:
-    notes = leaf_notes(llama(embed=64, mlp=100), Plan(mesh=MeshSpec(fsdp=5)))
-    assert notes["blocks"]["mlp"]["up"]["kernel"] == ""  # 64 does not divide by 5, 100 does
-    assert notes["norm"]["scale"] == "whole over fsdp: no dim of embed=64 divides by 5"
+    found = notes(llama(embed=64, mlp=100), Plan(mesh=MeshSpec(fsdp=5)))
+    assert found["blocks/mlp/up/kernel"] == ""  # 64 does not divide by 5, 100 does
+    assert found["norm/scale"] == "whole over fsdp: no dim of embed=64 divides by 5"
 
 
 def test_a_free_axis_is_filled_for_the_devices_there_are() -> None:

@@ -1,7 +1,7 @@
 """Layouts as rows: each array's shape by its logical axes, the mesh axes that split it, and its bytes on one device.
 
 A dim is written `embed=2048/data/fsdp`: its size, then the mesh axes that split it, outermost first. One kind of row,
-`Leaf`, serves a table for people (`as_table`), JSON for programs (`as_json`) and lines for golden files (`as_text`).
+`Leaf`, serves a table for people (`as_table`) and JSON for programs (`as_json`).
 """
 
 from __future__ import annotations
@@ -153,19 +153,6 @@ def as_json(rows: Sequence[Leaf]) -> dict[str, Any]:
         for row in rows
     ]
     return {"leaves": leaves, "totals": dataclasses.asdict(totals(rows))}
-
-
-def as_text(rows: Sequence[Leaf]) -> str:
-    """One line a leaf and one of totals, unaligned, so that a changed leaf changes one line of a golden file."""
-    lines = [
-        f"{row.path}: {row.dtype} {row.dims}, {row.bytes_per_device} bytes a device"
-        + (f"  # {row.note}" if row.note else "")
-        for row in rows
-    ]
-    sums = totals(rows)
-    return "\n".join(
-        [*lines, f"total: {sums.bytes_per_device} bytes a device, {sums.bytes} in all, {sums.whole} whole", ""]
-    )
 
 
 def format_bytes(count: int) -> str:

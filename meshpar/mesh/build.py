@@ -27,14 +27,12 @@ from meshpar.mesh.spec import MeshSpec
 _AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 
-def build_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None, *, allow_prefix: bool = False) -> Mesh:
+def build_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of `spec` on `devices`, by default all there are; a -1 in `spec` takes what is left.
 
     Args:
         spec: sizes of the axes.
         devices: the devices to use, in any order; where the mesh needs fewer, the first in sorted order.
-        allow_prefix: let the mesh be smaller than the devices there are, on CPU only: an accelerator is left idle only
-            by a caller who passes `devices`.
 
     Returns:
         A mesh with the axes `AXES`, all of type Auto.
@@ -43,8 +41,7 @@ def build_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None, *, a
         ValueError: the sizes do not fit the devices, or cannot be laid over their slices or nodes.
     """
     pool = _sorted(jax.devices() if devices is None else devices)
-    may_be_smaller = devices is not None or (allow_prefix and pool[0].platform == "cpu")
-    if may_be_smaller and not spec.has_free_axis:
+    if devices is not None and not spec.has_free_axis:
         pool = pool[: spec.product]
     spec = spec.resolve(len(pool))
     return Mesh(arrange(spec, pool), AXES, axis_types=_AXIS_TYPES)

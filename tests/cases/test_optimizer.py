@@ -27,11 +27,10 @@ from tests.conformance.runs import GPT, LLAMA, batch_of, model_of, train
 
 def test_c09_decay_skips_norms_and_biases_though_stacking_makes_them_matrices() -> None:
     model = model_of(GPT)
-    weights = model.init(jax.random.key(0))
-    weights = jax.tree.map(lambda w: w + 0.5, weights)
+    weights = jax.tree.map(lambda w: w + 0.5, jax.jit(model.init)(jax.random.key(0)))
     tx = OptimizerConfig(lr=1.0, warmup=0, schedule="constant", weight_decay=0.1).make(1)
     with jax.numpy_dtype_promotion("standard"):
-        updates, _ = tx.update(jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights)
+        updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights)
     after = optax.apply_updates(weights, updates)
 
     def check(path: str, old: jax.Array, axes: tuple[str | None, ...]) -> None:

@@ -336,6 +336,14 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(
     assert sentence.startswith(f"--out {folder.format(text=text)} cannot be made")
 
 
+def test_a_folder_that_is_read_only_is_one_sentence(
+    text: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.train_lm.train", lambda job: pytest.fail("training began"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # permissions do not bind every user
+    assert "cannot be written to" in refused([*arguments(text), "--out", str(tmp_path)], capsys)
+
+
 def test_a_fixed_mesh_is_checked_before_devices_are_emulated(
     text: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

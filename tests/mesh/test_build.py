@@ -90,21 +90,14 @@ def test_a_mesh_smaller_than_the_devices_needs_to_be_asked_for() -> None:
     with pytest.raises(ValueError, match=r"4 devices but 8 are there.*--devices 4"):
         build_mesh(spec)
     expected = jax.devices()[:4]
-    assert build_mesh(spec, allow_prefix=True).devices.ravel().tolist() == expected
     assert build_mesh(spec, jax.devices()[::-1]).devices.ravel().tolist() == expected
     assert build_mesh(spec, jax.devices()[4:]).devices.ravel().tolist() == jax.devices()[4:]
-
-
-def test_allow_prefix_does_not_leave_accelerators_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "devices", lambda: gpu_nodes(1, 8))
-    with pytest.raises(ValueError, match="4 devices but 8 are there"):
-        build_mesh(MeshSpec(tensor=4), allow_prefix=True)
 
 
 def test_a_mesh_larger_than_the_devices_is_refused() -> None:
     for devices in (None, jax.devices()):
         with pytest.raises(ValueError, match="16 devices but 8 are there"):
-            build_mesh(MeshSpec(data=16), devices, allow_prefix=True)
+            build_mesh(MeshSpec(data=16), devices)
 
 
 def test_devices_that_make_no_mesh_are_refused() -> None:

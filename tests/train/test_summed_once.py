@@ -14,7 +14,7 @@ import pytest
 from meshpar.mesh.spec import MeshSpec
 from meshpar.plan import Plan
 from meshpar.testing.compare import assert_trees_close
-from tests.conformance.runs import GPT, LLAMA, train
+from tests.conformance.runs import GPT, train
 
 
 def reduced(compiled: jax.stages.Compiled) -> tuple[int, int]:
@@ -88,9 +88,8 @@ def test_the_axes_are_those_that_split_neither_weights_nor_gradients(
     assert Plan(mesh=MeshSpec.parse(mesh), **plan).summed_once == axes
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_dropout_is_that_of_one_device(config: Any) -> None:
-    config = dataclasses.replace(config, dropout=0.2)
+def test_dropout_is_that_of_one_device() -> None:
+    config = dataclasses.replace(GPT, dropout=0.2)
     one = train("data=1", config=config, steps=2, accumulate=2)
     many = train("data=2 fsdp=2 tensor=2", config=config, steps=2, accumulate=2, zero=1)
     np.testing.assert_allclose(many.losses, one.losses, rtol=0, atol=1e-5)
