@@ -99,9 +99,10 @@ def compile_seconds(recipe: str, overrides: list[str]) -> tuple[float, float]:
     made = apply_overrides(load_recipe(recipe), overrides)
     devices = choose_devices(made.plan.mesh, None)
     jax.config.update("jax_enable_compilation_cache", False)
+    model = abstract(made.model.build, made.model)
     training = build(
-        abstract(made.model.build, made.model),
-        made.optimizer.make(made.train.steps),
+        model,
+        made.optimizer.make(made.train.steps, model),
         made.plan,
         batch=made.train.batch,
         seq=made.data.seq,

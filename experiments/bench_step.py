@@ -160,9 +160,10 @@ def measure(mesh: str, dtype: str, overrides: Sequence[str], blocks: int, steps:
     recipe = apply_overrides(llama_6m_stdlib(), [*settings, "optimizer.warmup=0", *overrides])
     config, rows, seq = recipe.model, recipe.train.batch, recipe.data.seq
 
+    model = abstract(config.build, config)
     training = build(
-        abstract(config.build, config),
-        recipe.optimizer.make(recipe.train.steps),
+        model,
+        recipe.optimizer.make(recipe.train.steps, model),
         recipe.plan,
         batch=rows,
         seq=seq,

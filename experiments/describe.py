@@ -77,7 +77,7 @@ def show(options: argparse.Namespace) -> None:
     if options.draw:
         draw(model, plan, options.draw, options.layout or "params", options.out)
     else:
-        tables(model, recipe.optimizer.make(recipe.train.steps), plan, as_json=options.json)
+        tables(model, recipe.optimizer.make(recipe.train.steps, model), plan, as_json=options.json)
 
 
 def tables(model: Any, tx: Any, plan: Any, *, as_json: bool) -> None:

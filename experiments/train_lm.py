@@ -118,7 +118,8 @@ def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: b
     from meshpar.module import abstract
 
     config, model_config = recipe.train, recipe.model
-    model, tx = abstract(model_config.build, model_config), recipe.optimizer.make(config.steps)
+    model = abstract(model_config.build, model_config)
+    tx = recipe.optimizer.make(config.steps, model)
     if not recipe.plan.mesh.has_free_axis:  # before devices are emulated, which takes long for many
         recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
     chosen = choose_devices(recipe.plan.mesh, devices)
@@ -205,7 +206,7 @@ def compare(out: Path, recipe: Any, done: int) -> str:
     if changed:
         raise ValueError(f"{out} began with {', '.join(changed)}; give the recipe and --set that the run began with")
     steps, optimizer = recipe.train.steps, recipe.optimizer
-    if optimizer.schedule != "cosine" or steps in (earlier, done) or earlier <= optimizer.warmup:
+    if optimizer.schedule == "constant" or steps in (earlier, done) or earlier <= optimizer.warmup:
         return ""
     old, new = (float(optimizer.learning_rate(count)(done)) for count in (earlier, steps))
     return f"train.steps was {earlier} and is {steps}: the learning rate goes on at {new:.3g} instead of {old:.3g}"
@@ -256,7 +257,8 @@ def train(job: Job) -> dict[str, Any]:
             "tokens_per_second": metrics["tokens"] / seconds,
             "mfu": mfu(flops, seconds, devices),
         }
-        lines.write({"step": step, **metrics, "lr": float(rates[step - 1]), **speed})
+        rate = 0.0 if metrics.get("skipped") else float(rates[int(metrics["updates"]) - 1])  # the one that was applied
+        lines.write({"step": step, **metrics, "lr": rate, **speed})
         if step == job.done + 1:
             progress.log(f"first step after {time.perf_counter() - START:.1f} s from launch")
 

@@ -249,12 +249,19 @@ class Plan:
         if "mesh" in parsed:
             parsed["mesh"] = MeshSpec.parse(parsed["mesh"])
         if "precision" in parsed:
-            precision = parsed["precision"]
-            names = [f.name for f in dataclasses.fields(Policy)]
-            for key in precision:
-                if key not in names:
-                    raise ValueError(
-                        f"unknown key precision.{key}{did_you_mean(key, names)}; precision has {', '.join(names)}"
-                    )
-            parsed["precision"] = Policy(**precision)
+            parsed["precision"] = _part(Policy, "precision", parsed["precision"])
         return cls(**parsed)
+
+
+def _part(cls: type[Any], key: str, values: Mapping[str, Any]) -> Any:
+    """A dataclass inside a plan from its JSON values."""
+    known = {f.name: f.default for f in dataclasses.fields(cls)}
+    for name in values:
+        if name not in known:
+            raise ValueError(f"unknown key {key}.{name}{did_you_mean(name, known)}; {key} has {', '.join(known)}")
+    inner = {
+        name: _part(type(known[name]), f"{key}.{name}", value)
+        for name, value in values.items()
+        if isinstance(value, dict)
+    }
+    return cls(**{**values, **inner})

@@ -12,9 +12,11 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 
-Dtype = Literal["fp32", "bf16"]
-Storage = Literal["cast", "copy"]
-_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+from meshpar.precision.loss_scale import LossScaling
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Storage = Literal["cast", "copy", "pure"]
+_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +25,13 @@ class Policy:
 
     Storage "cast" keeps fp32 parameters and casts them in the step, layer by layer. "copy" keeps a compute-dtype copy
     in the parameters' layout and fp32 master weights in the optimizer's layout, so that with ZeRO 1 and 2 only the copy
-    is whole: 2 bytes + 12/N instead of 4 + 8/N (bf16, Adam, N devices).
+    is whole: 2 bytes + 12/N instead of 4 + 8/N (bf16, Adam, N devices). "pure" keeps compute-dtype parameters and no
+    fp32 weights: updates below half a unit in the last place are lost, so it is there to be compared with.
     """
 
     compute: Dtype = "bf16"
     storage: Storage = "cast"
+    loss_scale: LossScaling = LossScaling()
 
     def __post_init__(self) -> None:
         if self.compute not in get_args(Dtype):
@@ -46,10 +50,21 @@ class Policy:
 
     @property
     def param_dtype(self) -> jnp.dtype:
-        """What `state.params` is stored in: fp32, or the compute dtype where fp32 master weights stand beside it."""
-        return self.compute_dtype if self.has_master else jnp.dtype(jnp.float32)
+        """What `state.params` is stored in: fp32 with storage "cast", else the compute dtype."""
+        return jnp.dtype(jnp.float32) if self.storage == "cast" else self.compute_dtype
 
     @property
     def has_master(self) -> bool:
         """Whether the train state holds fp32 master weights apart from the parameters."""
         return self.storage == "copy" and self.compute != "fp32"
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled and a step whose gradients are not finite is skipped."""
+        return self.loss_scale.kind in ("static", "dynamic") or self.scales_dynamically
+
+    @property
+    def scales_dynamically(self) -> bool:
+        """Whether the scale changes."""
+        kind = self.loss_scale.kind
+        return kind == "dynamic" or (kind == "auto" and self.compute == "fp16")

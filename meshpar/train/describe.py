@@ -8,13 +8,11 @@ it splits; leaves that stay whole are counted whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from meshpar.interfaces import Axes
 from meshpar.layout.describe import Leaf, describe, leaf_of
@@ -22,7 +20,7 @@ from meshpar.layout.resolve import map_leaves, path_name, place
 from meshpar.mesh.build import abstract_mesh
 from meshpar.module import Model
 from meshpar.plan import Plan
-from meshpar.train.state import init_state, state_shardings
+from meshpar.train.state import init_state, parameter_of, parameter_shapes, state_shardings
 
 
 def describe_state(model: Model, tx: optax.GradientTransformation, plan: Plan) -> dict[str, list[Leaf]]:
@@ -33,23 +31,31 @@ def describe_state(model: Model, tx: optax.GradientTransformation, plan: Plan) -
     """
     mesh, layouts = abstract_mesh(plan.mesh), plan.layouts()
     state = jax.eval_shape(lambda: init_state(model, tx, plan, jax.random.key(0)))
-    # state_shardings asks no mesh for its devices.
-    shardings: Any = _without_devices(lambda: state_shardings(model, tx, plan, cast(Mesh, mesh)))
+    split: Any = state_shardings(model, tx, plan, cast(Mesh, mesh))  # which asks no mesh for its devices
+    axes: dict[str, Axes] = {}
+    map_leaves(lambda path, _, of_leaf: axes.update({path: of_leaf}), model.shapes, model.axes)
+
+    def of_optimizer(path: str, leaf: Any, sharding: Any) -> Leaf:
+        parameter = parameter_of(path, leaf.shape, parameter_shapes(model))
+        if parameter is None:
+            note = "whole: not of the shape of a parameter" if leaf.shape else ""
+            return leaf_of(path, leaf.shape, leaf.dtype, (None,) * len(leaf.shape), sharding.spec, mesh, note)
+        note = place(layouts.optimizer, axes[parameter], leaf.shape, mesh, path=parameter).note
+        return leaf_of(path, leaf.shape, leaf.dtype, axes[parameter], sharding.spec, mesh, note)
+
+    counters = {"step": state.step, "updates": state.updates, "key": state.key, "scale": state.scale}
     return {
         "params": describe(layouts.params, model.axes, state.params, mesh),
         "master": [] if state.master is None else describe(layouts.optimizer, model.axes, state.master, mesh),
         "optimizer": [
-            leaf_of(path_name(path), leaf.shape, leaf.dtype, like.axes, sharding.spec, mesh, like.note)
-            for (path, leaf), sharding, like in zip(
-                jax.tree.leaves_with_path(state.opt_state),
-                jax.tree.leaves(shardings.opt_state),
-                jax.tree.leaves(_without_devices(lambda: _optimizer_axes(model, tx, plan))),
-                strict=True,
+            of_optimizer(path_name(path), leaf, sharding)
+            for (path, leaf), sharding in zip(
+                jax.tree.leaves_with_path(state.opt_state), jax.tree.leaves(split.opt_state), strict=True
             )
         ],
         "counters": [
-            leaf_of(name, leaf.shape, leaf.dtype, (), sharding.spec, mesh)
-            for name, leaf, sharding in (("step", state.step, shardings.step), ("key", state.key, shardings.key))
+            leaf_of(path_name(path), leaf.shape, leaf.dtype, (), PartitionSpec(), mesh)
+            for path, leaf in jax.tree.leaves_with_path(counters)
         ],
     }
 
@@ -57,39 +63,3 @@ def describe_state(model: Model, tx: optax.GradientTransformation, plan: Plan) -
 def persistent_bytes(model: Model, tx: optax.GradientTransformation, plan: Plan) -> int:
     """Bytes on each device between steps: all rows of `describe_state`. Gradients and activations are temporaries."""
     return sum(row.bytes_per_device for rows in describe_state(model, tx, plan).values() for row in rows)
-
-
-@dataclass(frozen=True)
-class _Like:
-    """Logical axes of state, and why it is whole (not a pytree, so it stays one leaf)."""
-
-    shape: tuple[int, ...]
-    axes: Axes
-    note: str
-
-
-def _without_devices(function: Callable[[], Any]) -> Any:
-    """What `function` returns, run in a trace: optax's tree_map_params makes arrays on its way, claiming devices."""
-    returned = []
-    jax.eval_shape(lambda: returned.append(function()))
-    return returned[0]
-
-
-def _optimizer_axes(model: Model, tx: optax.GradientTransformation, plan: Plan) -> Any:
-    """A `_Like` for each leaf of the optimizer state: those of the parameter's shape inherit its axes."""
-    mesh, layout = abstract_mesh(plan.mesh), plan.layouts().optimizer
-    params = map_leaves(
-        lambda path, leaf, axes: _Like(leaf.shape, axes, place(layout, axes, leaf.shape, mesh, path=path).note),
-        model.shapes,
-        model.axes,
-    )
-
-    def of_leaf(leaf: Any, like: _Like) -> _Like:
-        return like if leaf.shape == like.shape else other(leaf)
-
-    def other(leaf: Any) -> _Like:
-        note = "whole: not of the shape of a parameter" if leaf.shape else ""
-        return _Like(leaf.shape, (None,) * len(leaf.shape), note)
-
-    opt_state = jax.eval_shape(tx.init, model.shapes)
-    return optax.tree_utils.tree_map_params(tx, of_leaf, opt_state, params, transform_non_params=other)

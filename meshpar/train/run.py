@@ -15,7 +15,7 @@ from meshpar.train.step import Objective
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How long a run is and what it does along the way; all counts in optimizer updates."""
+    """How long a run is and what it does along the way; all counts in steps."""
 
     steps: int
     batch: int  # rows of the global batch, over all devices and microbatches

@@ -1,7 +1,12 @@
-"""`TrainState`: all that one step reads and writes, one pytree, donated to each step."""
+"""`TrainState`: all that one step reads and writes, one pytree, donated to each step.
+
+Two counters: `step` counts batches, and data and dropout follow it; `updates` counts optimizer updates, and learning
+rates follow it. They differ by the steps that loss scaling skipped.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +16,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.interfaces import PyTree
-from meshpar.layout.resolve import shardings
+from meshpar.layout.resolve import path_name, shardings
 from meshpar.module import Model
 from meshpar.plan import Plan
+from meshpar.precision.loss_scale import ScaleState, initial_scale
 
 
 @jax.tree_util.register_dataclass
@@ -21,15 +27,17 @@ from meshpar.plan import Plan
 class TrainState:
     """What is trained and how far it is.
 
-    `params` are fp32, or the compute-dtype copy of `master` with precision.storage=copy. `key` never changes: each step
-    folds its number in.
+    `params` are fp32, or in the compute dtype with precision.storage=copy or pure. `key` never changes: each step folds
+    its number in.
     """
 
-    step: jax.Array  # int32 scalar: optimizer updates so far
+    step: jax.Array  # int32 scalar: batches so far
+    updates: jax.Array  # int32 scalar: optimizer updates so far
     params: PyTree
     master: PyTree | None  # fp32, in the optimizer's layout; None when params are the master weights
     opt_state: PyTree
     key: jax.Array  # typed PRNG key: dropout
+    scale: ScaleState | None  # None where the policy does not scale the loss
 
 
 def init_state(model: Model, tx: optax.GradientTransformation, plan: Plan, key: jax.Array) -> TrainState:
@@ -39,19 +47,13 @@ def init_state(model: Model, tx: optax.GradientTransformation, plan: Plan, key: 
     params = jax.tree.map(lambda w: w.astype(plan.precision.param_dtype), weights)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
+        updates=jnp.zeros((), jnp.int32),
         params=params,
         master=weights if plan.precision.has_master else None,
         opt_state=tx.init(weights),
         key=dropout_key,
+        scale=initial_scale(plan.precision.loss_scale) if plan.precision.scales else None,
     )
-
-
-@dataclass(frozen=True)
-class _Like:
-    """A parameter's shape and the sharding of state that has that shape (not a pytree, so it stays one leaf)."""
-
-    shape: tuple[int, ...]
-    sharding: NamedSharding
 
 
 def state_shardings(model: Model, tx: optax.GradientTransformation, plan: Plan, mesh: Mesh) -> TrainState:
@@ -63,18 +65,37 @@ def state_shardings(model: Model, tx: optax.GradientTransformation, plan: Plan, 
     layouts = plan.layouts()
     replicated: Any = NamedSharding(mesh, PartitionSpec())  # the state's own type, with shardings for arrays
     optimizer = shardings(layouts.optimizer, model.axes, model.shapes, mesh)
-    like = jax.tree.map(lambda shape, sharding: _Like(shape.shape, sharding), model.shapes, optimizer)
+    of_params = dict(zip(parameter_shapes(model), jax.tree.leaves(optimizer), strict=True))
 
-    def of_leaf(leaf: Any, param: _Like) -> NamedSharding:
-        return param.sharding if leaf.shape == param.shape else replicated
+    def of_leaf(path: Any, leaf: Any) -> NamedSharding:
+        parameter = parameter_of(path_name(path), leaf.shape, parameter_shapes(model))
+        return replicated if parameter is None else of_params[parameter]
 
-    opt_shapes = jax.eval_shape(tx.init, model.shapes)
     return TrainState(
         step=replicated,
+        updates=replicated,
         params=shardings(layouts.params, model.axes, model.shapes, mesh),
         master=optimizer if plan.precision.has_master else None,
-        opt_state=optax.tree_utils.tree_map_params(
-            tx, of_leaf, opt_shapes, like, transform_non_params=lambda _: replicated
-        ),
+        opt_state=jax.tree_util.tree_map_with_path(of_leaf, jax.eval_shape(tx.init, model.shapes)),
         key=replicated,
+        scale=jax.tree.map(lambda _: replicated, initial_scale(plan.precision.loss_scale))
+        if plan.precision.scales
+        else None,
     )
+
+
+def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its path, in the order of the tree's leaves."""
+    return {path_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(model.shapes)}
+
+
+def parameter_of(path: str, shape: tuple[int, ...], parameters: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The parameter that a leaf of the optimizer state belongs to and has the shape of; None for all others.
+
+    A moment's path ends with the path of its parameter, however optax wraps, masks or partitions it.
+    """
+    parts = path.split("/")
+    for start in range(len(parts)):
+        if (name := "/".join(parts[start:])) in parameters:
+            return name if parameters[name] == shape else None
+    return None

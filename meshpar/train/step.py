@@ -2,7 +2,7 @@
 
     loss = sum over tokens of weight * loss / sum of weights of the global batch
     gradients of the stored parameters, reduced into the gradient layout; clipped by their global norm; one optimizer
-    update in the optimizer's layout
+    update in the optimizer's layout, which a norm that is not finite undoes where the loss is scaled
 
 The plan shows only in layout constraints; GSPMD adds the communication.
 """
@@ -29,10 +29,13 @@ from meshpar.layout.rules import Layout
 from meshpar.losses.cross_entropy import chunked_cross_entropy
 from meshpar.module import Model
 from meshpar.plan import Plan
+from meshpar.precision.loss_scale import next_scale
 from meshpar.train.accumulate import accumulate
 from meshpar.train.state import TrainState
 
 Metrics = dict[str, jax.Array]
+# beside loss, nll, z and tokens
+STEP_METRICS = ("grad_norm", "updates", "data", "loss_scale", "skipped", "skipped_in_a_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ def loss_sums(forward: Forward, objective: Objective, params: PyTree, batch: Bat
     )
     sums = {"loss": loss, "tokens": tokens, **parts}
     for name, value in aux.items():
-        if name in (*sums, "grad_norm"):
+        if name in (*sums, *STEP_METRICS):
             raise ValueError(
                 f"the model returns an auxiliary loss called {name!r}, which is a metric of every step; "
                 f"rename it, to {name}_extra for example"
@@ -81,24 +84,31 @@ def loss_sums(forward: Forward, objective: Objective, params: PyTree, batch: Bat
 
 
 def gradients(
-    forward: Forward, objective: Objective, params: PyTree, batch: Batch, key: jax.Array | None
+    forward: Forward,
+    objective: Objective,
+    params: PyTree,
+    batch: Batch,
+    key: jax.Array | None,
+    scale: jax.Array | None = None,
 ) -> tuple[PyTree, Metrics]:
-    """Raw gradients of the mean loss per token of the global batch, in the gradient layout, and the sums of
-    `loss_sums`.
+    """Raw gradients of the mean loss per token of the global batch, times `scale`, in the gradient layout, and the sums
+    of `loss_sums`.
 
     Under accumulation each device first sums what its own rows give, over the axes of `Plan.summed_once`.
     """
     plan, mesh = forward.plan, forward.mesh
     tokens = jnp.sum(batch.weights)
-    tokens = jnp.where(tokens > 0, tokens, 1.0)  # a batch without a target has loss 0 and gradients 0
+    divisor = jnp.where(tokens > 0, tokens, 1.0)  # a batch without a target has loss 0 and gradients 0
+    if scale is not None:
+        divisor = divisor / scale
     once = tuple(axis for axis in plan.summed_once if mesh.shape[axis] > 1) if plan.accumulate > 1 else ()
     if not once:
-        return _of_rows(forward, objective, params, batch, tokens, key)
+        return _of_rows(forward, objective, params, batch, divisor, key)
 
-    def of_own_rows(params: PyTree, batch: Batch, tokens: jax.Array, key: jax.Array | None) -> PyTree:
+    def of_own_rows(params: PyTree, batch: Batch, divisor: jax.Array, key: jax.Array | None) -> PyTree:
         manual = frozenset(once)
         with placed(dataclasses.replace(plan.placement(mesh), manual_axes=manual)):
-            found = _of_rows(dataclasses.replace(forward, manual_axes=manual), objective, params, batch, tokens, key)
+            found = _of_rows(dataclasses.replace(forward, manual_axes=manual), objective, params, batch, divisor, key)
         return jax.tree.map(lambda x: x[None], found)
 
     whole, own = PartitionSpec(), PartitionSpec(once)
@@ -109,22 +119,22 @@ def gradients(
         out_specs=own,
         axis_names=set(once),
         check_vma=False,  # else the gradient of a whole parameter is summed over the axes in each microbatch
-    )(params, batch, tokens, key)
+    )(params, batch, divisor, key)
     grads, sums = jax.tree.map(lambda x: x.sum(axis=0), each)
     return _into(plan.layouts().grads, forward.model, mesh, grads), sums
 
 
 def _of_rows(
-    forward: Forward, objective: Objective, params: PyTree, batch: Batch, tokens: jax.Array, key: jax.Array | None
+    forward: Forward, objective: Objective, params: PyTree, batch: Batch, divisor: jax.Array, key: jax.Array | None
 ) -> tuple[PyTree, Metrics]:
-    """Gradients and sums of some rows, whose losses are divided by the `tokens` of the global batch."""
+    """Gradients and sums of some rows; `divisor` is the tokens of the global batch over the loss scale."""
 
     def of_microbatch(microbatch: Batch, index: Any) -> tuple[PyTree, Metrics]:
         micro_key = None if key is None else jax.random.fold_in(key, index)
 
         def mean_loss(params: PyTree) -> tuple[jax.Array, Metrics]:
             sums = loss_sums(forward, objective, params, microbatch, micro_key)
-            return sums["loss"] / tokens, sums
+            return sums["loss"] / divisor, sums
 
         return jax.grad(mean_loss, has_aux=True)(params)
 
@@ -137,16 +147,21 @@ def _of_rows(
 def make_step(
     model: Model, tx: optax.GradientTransformation, plan: Plan, mesh: Mesh, objective: Objective
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step as a function to jit. Metrics are fp32 scalars: loss and nll a token, grad_norm before clipping,
-    tokens.
+    """The step as a function to jit. Metrics are scalars: loss and nll a token, grad_norm before clipping, tokens,
+    `data`, a checksum of the batch, and `updates` after the step; where the loss is scaled also the `loss_scale` of
+    this step, whether it was `skipped` (0 or 1), and `skipped_in_a_row`.
     """
     forward = Forward(model, plan, mesh)
-    layouts = plan.layouts()
+    layouts, scaling = plan.layouts(), plan.precision.loss_scale
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        scale = None if state.scale is None else state.scale.scale
+        key = jax.random.fold_in(state.key, state.step)
         with placed(plan.placement(mesh)):
-            grads, sums = gradients(forward, objective, state.params, batch, jax.random.fold_in(state.key, state.step))
+            grads, sums = gradients(forward, objective, state.params, batch, key, scale)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g / scale, grads)
         norm = optax.tree_utils.tree_norm(grads)
         if objective.clip_norm is not None:
             factor = jnp.minimum(1.0, objective.clip_norm / jnp.maximum(norm, 1e-30))
@@ -156,21 +171,42 @@ def make_step(
         weights = state.params if state.master is None else state.master
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes where a strict caller may not
             updates, opt_state = tx.update(grads, state.opt_state, weights)
-        weights = _into(layouts.optimizer, model, mesh, optax.apply_updates(weights, updates))
+            weights = optax.apply_updates(weights, updates)
+        weights = _into(layouts.optimizer, model, mesh, weights)
         cast = jax.tree.map(lambda w: w.astype(plan.precision.param_dtype), weights)
         params = _into(layouts.params, model, mesh, cast)
         tokens = jnp.where(sums["tokens"] > 0, sums["tokens"], 1.0)
         metrics = {name: value / tokens for name, value in sums.items() if name != "tokens"}
-        new = TrainState(
-            step=state.step + 1,
+        metrics |= {"tokens": sums["tokens"], "grad_norm": norm, "data": checksum(batch.tokens)}
+        new = dataclasses.replace(
+            state,
+            updates=state.updates + 1,
             params=params,
             master=None if state.master is None else weights,
             opt_state=opt_state,
-            key=state.key,
         )
-        return new, {**metrics, "tokens": sums["tokens"], "grad_norm": norm}
+        if state.scale is not None:
+            finite = jnp.isfinite(norm)  # of all gradients on all devices: one number, so that all decide alike
+            new = jax.tree.map(functools.partial(jnp.where, finite), new, state)
+            new_scale = next_scale(scaling, state.scale, finite, dynamic=plan.precision.scales_dynamically)
+            new = dataclasses.replace(new, scale=new_scale)
+            metrics |= {
+                "loss_scale": state.scale.scale,
+                "skipped": 1.0 - finite.astype(jnp.float32),
+                "skipped_in_a_row": new_scale.skipped_in_a_row,
+            }
+        return dataclasses.replace(new, step=state.step + 1), {**metrics, "updates": new.updates}
 
     return step
+
+
+def checksum(tokens: jax.Array) -> jax.Array:
+    """A uint32 that tells batches apart by their tokens and places, int32 `[batch, seq]`, and is the same for every
+    split: two runs that log the same numbers were trained on the same data.
+    """
+    place = jnp.arange(tokens.size, dtype=jnp.uint32).reshape(tokens.shape)
+    mixed = (tokens.astype(jnp.uint32) + 1) * (2 * place + 1) * jnp.uint32(2654435761)
+    return jnp.sum(mixed ^ (mixed >> 15), dtype=jnp.uint32)  # wraps around, so the order of the sum does not matter
 
 
 def _into(layout: Layout, model: Model, mesh: Mesh, tree: PyTree, manual_axes: frozenset[str] = frozenset()) -> PyTree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,18 @@ from meshpar.module import abstract, is_norm_or_bias
 from meshpar.plan import Plan
 from meshpar.precision.policy import Policy
 from meshpar.train.build import build
-from meshpar.train.optimizer import OptimizerConfig
+from meshpar.train.optimizer import Name, OptimizerConfig, Schedule
 from meshpar.train.step import Objective
 from models.gpt import GPTConfig
 from tests.cases.stub import StubConfig
 from tests.conformance.runs import GPT, LLAMA, batch_of, model_of, train
 
 
-def test_c09_decay_skips_norms_and_biases_though_stacking_makes_them_matrices() -> None:
+@pytest.mark.parametrize("name", [name for name in get_args(Name) if name != "sgd"])
+def test_c09_decay_skips_norms_and_biases_though_stacking_makes_them_matrices(name: Any) -> None:
     model = model_of(GPT)
     weights = jax.tree.map(lambda w: w + 0.5, jax.jit(model.init)(jax.random.key(0)))
-    tx = OptimizerConfig(lr=1.0, warmup=0, schedule="constant", weight_decay=0.1).make(1)
+    tx = OptimizerConfig(name=name, lr=1.0, warmup=0, schedule="constant", weight_decay=0.1).make(1, model)
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, weights), tx.init(weights), weights)
     after = optax.apply_updates(weights, updates)
@@ -113,7 +114,22 @@ def test_the_cosine_ends_where_the_run_ends() -> None:
     assert float(rate(40)) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+@pytest.mark.parametrize(
+    ("values", "rates"),
+    [
+        ({"schedule": "linear"}, {5: 0.5, 10: 1.0, 60: 0.55, 110: 0.1}),
+        ({"schedule": "wsd"}, {5: 0.5, 10: 1.0, 88: 1.0, 99: 0.55, 110: 0.1}),  # the last 22 of 110
+        ({"schedule": "wsd", "decay": 1.0}, {10: 1.0, 60: 0.55, 110: 0.1}),  # no further back than the warm-up
+        ({"schedule": "constant"}, {5: 0.5, 10: 1.0, 110: 1.0}),
+        ({"schedule": "linear", "warmup": 0}, {0: 1.0, 55: 0.55, 110: 0.1}),
+    ],
+)
+def test_a_schedule_has_the_rates_that_its_name_says(values: dict[str, Any], rates: dict[int, float]) -> None:
+    schedule = OptimizerConfig(**{"lr": 1.0, "warmup": 10, "final_lr": 0.1, **values}).learning_rate(110)
+    assert {step: float(schedule(step)) for step in rates} == pytest.approx(rates, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_the_rates_of_a_run_are_those_of_its_schedule(schedule: Any) -> None:
     config = OptimizerConfig(lr=1.0, warmup=10, schedule=schedule)
     rates = config.rates(40)
@@ -126,6 +142,8 @@ def test_the_rates_of_a_run_are_those_of_its_schedule(schedule: Any) -> None:
     [
         {"lr": 0.0},
         {"warmup": -1},
+        {"decay": 0.0},
+        {"decay": 1.1},
         {"final_lr": -0.1},
         {"final_lr": 1.1},
         {"b1": -0.1},

@@ -234,7 +234,7 @@ def test_a_recipe_for_a_larger_machine_resolves_without_it(
     tx = recipe.optimizer.make(recipe.train.steps)
     parts = describe_state(model, tx, plan)
     assert [row.note for rows in parts.values() for row in rows if row.note] == []  # every leaf divides
-    counters = 4 + 8 + 2 * 4  # the step's number, the key, the counts of Adam and of its schedule
+    counters = 2 * 4 + 8 + 2 * 4  # the numbers of step and update, the key, the counts of Adam and of its schedule
     assert persistent_bytes(model, tx, plan) == model.size * (of_params + of_optimizer) + counters
 
     mesh = abstract_mesh(plan.mesh)

@@ -23,7 +23,7 @@ from models.llama import LlamaConfig
 CONFIG = LlamaConfig(vocab=90, layers=2, embed=32, heads=4, kv_heads=2, mlp=64, max_seq=64, vocab_multiple=16)
 MODEL = abstract(CONFIG.build, CONFIG)
 ADAM = optax.adamw(1e-3)
-COUNTERS = 4 + 8 + 4  # the step's number, the key, Adam's count
+COUNTERS = 2 * 4 + 8 + 4  # the numbers of step and update, the key, Adam's count
 
 # storage -> bytes a parameter: what ZeRO 3 spreads (the parameters), what ZeRO 1 spreads (master and moments)
 BYTES = {"cast": (4, 8), "copy": (2, 12)}
@@ -139,7 +139,7 @@ def test_moments_carry_the_axes_of_their_parameters() -> None:
             assert (inherited.axes, inherited.spec, inherited.shape) == (row.axes, row.spec, row.shape)
     assert {path: row.axes for path, row in by_path.items()} == {"0/count": ()}
     assert parts["master"] == []
-    assert [row.path for row in parts["counters"]] == ["step", "key"]
+    assert [row.path for row in parts["counters"]] == ["key", "step", "updates"]
 
 
 def test_state_of_another_shape_than_its_parameter_is_whole_and_listed() -> None:

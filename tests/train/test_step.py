@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshpar.interfaces import Batch
 from meshpar.module import abstract, stack
 from meshpar.precision.policy import Policy
-from meshpar.train.step import Objective
+from meshpar.train.step import Objective, checksum
 from tests.conformance.runs import GPT, LLAMA, batch_of, train
 
 # Sizes that occur nowhere else, so that a stack of whole kernels is known by its shape in a program's text.
@@ -122,3 +123,15 @@ def test_bf16_gradients_are_near_fp32_ones_also_for_a_token_that_is_half_of_the_
     errors = jax.tree.map(error, half, exact)
     assert 0 < max(jax.tree.leaves(errors)) < 0.025, errors
     assert error(half["embedding"]["table"][5], exact["embedding"]["table"][5]) < 0.025
+
+
+def test_the_checksum_tells_tokens_and_their_places_apart_and_no_split() -> None:
+    tokens = np.random.default_rng(0).integers(0, 1000, (8, 16), dtype=np.int32)
+    one = int(checksum(jnp.asarray(tokens)))
+    swapped = tokens[[1, 0, *range(2, 8)]]
+    changed = tokens.copy()
+    changed[3, 4] += 1
+    assert len({one, int(checksum(jnp.asarray(swapped))), int(checksum(jnp.asarray(changed)))}) == 3
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    split = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data", "tensor")))
+    assert int(jax.jit(checksum)(split)) == one

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from meshpar.plan import Plan
 from meshpar.train import trainer
 from meshpar.train.trainer import Hook, fit
 
@@ -25,10 +26,11 @@ class Metric:
 
 
 class Diary:
-    """A training that counts; its state is the number of updates so far."""
+    """A training that counts; its state is the number of steps so far."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
+        self.plan = Plan()
         device = SimpleNamespace(platform="cpu", process_index=0)
         self.mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
 
@@ -36,7 +38,7 @@ class Diary:
         return batch
 
     def step(self, state: int, batch: int) -> tuple[int, dict[str, Metric]]:
-        assert batch == state  # batch k belongs to update k + 1
+        assert batch == state  # batch k belongs to step k + 1
         self.entries.append(("dispatch", state + 1))
         return state + 1, {"loss": Metric(state + 1, self.entries)}
 
@@ -138,5 +140,5 @@ def test_time_in_a_state_hook_counts_for_no_step(monkeypatch: pytest.MonkeyPatch
 
 
 def test_batches_that_end_too_soon_are_a_sentence() -> None:
-    with pytest.raises(ValueError, match="the batches end before update 3 of 5; give more, or run fewer steps"):
+    with pytest.raises(ValueError, match="the batches end before step 3 of 5; give more, or run fewer steps"):
         fit(Diary(), 0, iter([0, 1]), start=0, steps=5)  # type: ignore[arg-type]
