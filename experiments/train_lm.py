@@ -5,9 +5,12 @@
     python -m experiments.train_lm --recipe llama_tiny_stdlib --set mesh="fsdp=-1" --devices 8 --set zero=2
     python -m experiments.train_lm --recipe mypackage.recipes:big --out runs/big
     python -m experiments.train_lm --recipe mypackage.recipes:big --out runs/big --resume
+    python -m meshpar launch --processes 2 --devices 4 -- python -m experiments.train_lm --set mesh="data=2 tensor=4"
 
 On a machine without accelerators the script emulates as many CPU devices as the mesh has (8 when one axis is -1).
 The run folder gets config.json, metrics.jsonl, summary.json, losses.png, samples.txt, the tokenizer and checkpoints/.
+Several processes run this same command, started by `meshpar launch`, srun, mpirun or on a TPU pod; all must see the run
+folder, and the first one prints and writes.
 """
 
 from __future__ import annotations
@@ -57,9 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/RECIPE-TIME)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where process 0 of several listens; usually detected"
+    )
+    parser.add_argument("--processes", type=int, help="how many processes there are, with --coordinator")
+    parser.add_argument("--process", type=int, help="which one this is, from 0, with --coordinator")
     parser.add_argument("--keys", action="store_true", help="list what --set takes, with its value in this recipe")
     options = parser.parse_args(arguments)
     try:
+        from meshpar.mesh.distributed import join, wait_for_all
         from meshpar.train.recipe import apply_overrides, load_recipe
 
         recipe = apply_overrides(load_recipe(options.recipe), options.overrides)
@@ -68,12 +77,13 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if options.resume and options.out is None:
             raise ValueError("--resume does not say which run to continue; name its folder with --out")
-        out = options.out or Path("runs") / f"{options.recipe.split(':')[-1]}-{time.strftime('%Y%m%d-%H%M%S')}"
-        job = prepare(options.recipe, recipe, out, devices=options.devices, resume=options.resume)
+        join(options.coordinator, options.processes, options.process)
+        job = prepare(options.recipe, recipe, options.out, devices=options.devices, resume=options.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     train(job)
+    wait_for_all("finished")  # the first process still writes, and those that end do not wait for it long
     return 0
 
 
@@ -102,19 +112,17 @@ class Job:
     batches: Iterator[Any]  # from the first update that is left
     checkpoints: Any
     done: int  # updates that a resumed run has behind it
-    hosts: dict[str, int]
     notes: list[str]  # what to tell about the run before it starts
 
 
-def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: bool) -> Job:
-    """Checks everything that a user can get wrong, and tokenises the data.
+def prepare(name: str, recipe: Any, out: Path | None, *, devices: int | None, resume: bool) -> Job:
+    """Checks everything that a user can get wrong, and tokenises the data. `out` of None is named by recipe and time.
 
     Raises:
       ValueError: the first thing that is wrong, one sentence.
     """
-    import jax
-
     from meshpar.mesh.devices import choose_devices, use_compilation_cache
+    from meshpar.mesh.distributed import time_stamp, wait_for_all
     from meshpar.module import abstract
 
     config, model_config = recipe.train, recipe.model
@@ -124,6 +132,7 @@ def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: b
         recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
     chosen = choose_devices(recipe.plan.mesh, devices)
     use_compilation_cache()
+    out = out or Path("runs") / f"{name.split(':')[-1]}-{time_stamp()}"
 
     from meshpar.checkpoint.manager import Checkpoints
     from meshpar.train.build import build
@@ -142,20 +151,20 @@ def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: b
         devices=chosen,
     )
     training.trace(packed=recipe.data.packed)
-    dataset = open_dataset(recipe.data)
+    dataset = open_dataset(recipe.data)  # in each process: hosts may have caches of their own, and makers may share one
     if dataset.vocab > model_config.vocab:
         raise ValueError(
             f"the tokenizer {recipe.data.tokenizer} has {dataset.vocab} tokens and model.vocab={model_config.vocab}; "
             f"set model.vocab={dataset.vocab} or more"
         )
-    hosts = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    batches = train_batches(dataset, batch=config.batch, start_step=done, **hosts)
+    batches = train_batches(dataset, batch=config.batch, start_step=done, own_rows=training.own_rows)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
     if not os.access(out, os.W_OK):
         raise ValueError(f"--out {out} cannot be written to; change its permissions, or name another folder")
+    wait_for_all("checked")  # the first process changes the folder next, and the others may still look at it
     return Job(
         name=name,
         recipe=recipe,
@@ -165,7 +174,6 @@ def prepare(name: str, recipe: Any, out: Path, *, devices: int | None, resume: b
         batches=batches,
         checkpoints=checkpoints,
         done=done,
-        hosts=hosts,
         notes=[note for note in notes if note],
     )
 
@@ -234,6 +242,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def train(job: Job) -> dict[str, Any]:
     """Trains, evaluates, samples and leaves the run folder; returns its summary."""
+    from meshpar.mesh.distributed import is_first
     from meshpar.train.data import validation_batches
     from meshpar.train.metrics import JsonLines, Progress, as_json, flops_per_token, mfu, plot_losses
     from meshpar.train.trainer import Hook, fit
@@ -264,7 +273,7 @@ def train(job: Job) -> dict[str, Any]:
 
     def validate(step: int, params: Any, limit: int | None) -> float:
         nll = targets = 0.0
-        for batch in validation_batches(dataset, batch=config.batch, limit=limit, **job.hosts):
+        for batch in validation_batches(dataset, batch=config.batch, limit=limit, own_rows=training.own_rows):
             sums = training.evaluate(params, training.place(batch))
             nll, targets = nll + float(sums["nll"]), targets + float(sums["tokens"])
         validation[step] = nll / targets
@@ -300,9 +309,10 @@ def train(job: Job) -> dict[str, Any]:
             batches = itertools.chain([next(job.batches)], job.batches)
             compiled.result()
         # only now does the folder change: a restore may fail
-        dataset.tokenizer.save(out)
-        write_config(job)
-        (out / "summary.json").unlink(missing_ok=True)  # of the steps that a resumed run has behind it
+        if is_first():
+            dataset.tokenizer.save(out)
+            write_config(job)
+            (out / "summary.json").unlink(missing_ok=True)  # of the steps that a resumed run has behind it
         for line in lines.rewind(job.done):
             losses |= {line["step"]: line["loss"]} if "loss" in line else {}
             validation |= {line["step"]: line["validation_loss"]} if "validation_loss" in line else {}
@@ -312,9 +322,11 @@ def train(job: Job) -> dict[str, Any]:
         job.checkpoints.close()
 
     final = validate(config.steps, state.params, None)
+    texts = sample_texts(job, state.params) if config.sample_tokens else []
+    if not is_first():
+        return {"steps": config.steps, "validation_loss": final}
     baselines = ngram_losses(dataset)
     plot_losses(out / "losses.png", losses, validation, baselines)
-    texts = sample_texts(job, state.params) if config.sample_tokens else []
     (out / "samples.txt").write_text("\n\n----\n\n".join(texts))
     for text in texts:
         progress.log(f"\n--- sampled ---\n{text}")
@@ -367,6 +379,7 @@ def sample_texts(job: Job, params: Any) -> list[str]:
 
 def write_config(job: Job) -> None:
     """Everything that the run was: resolved values, mesh, batch per device, versions."""
+    from meshpar.mesh.distributed import joined
     from meshpar.train.values import to_json
 
     training = job.training
@@ -376,6 +389,7 @@ def write_config(job: Job) -> None:
         "recipe": to_json(dataclasses.replace(job.recipe, plan=training.plan)),
         "mesh": dict(training.mesh.shape),
         "devices": [str(device) for device in training.mesh.devices.flat],
+        "processes": joined().processes,
         "rows_per_device_and_microbatch": rows // training.plan.accumulate,
         "parameters": training.model.size,
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from meshpar.matmul.lookup import lookup as lookup
     from meshpar.mesh.devices import choose_devices as choose_devices
     from meshpar.mesh.devices import use_compilation_cache as use_compilation_cache
+    from meshpar.mesh.distributed import is_first as is_first
+    from meshpar.mesh.distributed import join as join
     from meshpar.mesh.emulate import emulate as emulate
     from meshpar.mesh.spec import MeshSpec as MeshSpec
     from meshpar.module import abstract as abstract
@@ -48,7 +50,9 @@ _HOME = {
     "MeshSpec": "mesh.spec",
     "Plan": "plan",
     "Policy": "precision.policy",
-    # devices
+    # devices and processes
+    "join": "mesh.distributed",
+    "is_first": "mesh.distributed",
     "emulate": "mesh.emulate",
     "choose_devices": "mesh.devices",
     "use_compilation_cache": "mesh.devices",

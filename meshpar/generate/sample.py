@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.forward import Forward
 from meshpar.interfaces import Batch, PyTree
@@ -63,7 +63,8 @@ def sample(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         ends[row] = len(prompt)
-    run = jax.jit(_runner(model, plan, mesh, new_tokens))
+    whole = NamedSharding(mesh, PartitionSpec())  # so that each process can read all rows
+    run = jax.jit(_runner(model, plan, mesh, new_tokens), out_shardings=whole)
     filled = run(params, tokens, ends, jax.random.key(seed), jnp.float32(temperature))
     host = np.asarray(jax.device_get(filled))
     return [host[row, : len(prompt) + new_tokens].tolist() for row, prompt in enumerate(prompts)]

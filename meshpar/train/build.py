@@ -61,18 +61,39 @@ class Training:
         """Sums over a batch without dropout: loss, nll, tokens."""
         return self._evaluate(params, batch)
 
+    @functools.cached_property
+    def own_rows(self) -> np.ndarray:
+        """Which rows of the global batch the devices of this process hold, ascending int [rows]: all where there is one
+        process, and the same in processes that differ in no axis of the batch.
+        """
+        held: Any = self.batch_sharding.addressable_devices_indices_map((self.batch, self.seq))
+        return np.unique(np.concatenate([np.arange(self.batch)[rows] for rows, _ in held.values()]))
+
     def place(self, batch: Batch) -> Batch:
-        """This process's rows of a batch, from host memory onto the devices.
+        """The rows `own_rows` of a global batch, from host memory onto the devices.
 
         Raises:
           ValueError: another shape than the step was built for, or a number that a look-up would clamp: a token or a
             target that counts outside the vocabulary, a position past the model's longest row.
         """
         self._check(batch)
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.batch_sharding, np.asarray(x)), batch)
+
+        def placed_leaf(leaf: Any) -> jax.Array:
+            mine = np.asarray(leaf)
+
+            def of_device(index: Any) -> np.ndarray:
+                rows, positions = index
+                first, end, _ = rows.indices(self.batch)
+                begin = int(np.searchsorted(self.own_rows, first))  # a device's rows follow one another in own_rows too
+                return mine[begin : begin + end - first, positions]
+
+            # make_array_from_process_local_data wants one run of rows from each process, and none twice
+            return jax.make_array_from_callback((self.batch, self.seq), self.batch_sharding, of_device)
+
+        return jax.tree.map(placed_leaf, batch)
 
     def _check(self, batch: Batch) -> None:
-        mine = (self.batch // jax.process_count(), self.seq)
+        mine = (len(self.own_rows), self.seq)
         for name, leaf in vars(batch).items():
             if leaf is not None and leaf.shape != mine:
                 raise ValueError(

@@ -87,8 +87,7 @@ def train_batches(
     seq: int | None = None,
     start_step: int = 0,
     seed: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    own_rows: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Batches of steps start_step, start_step + 1, ... without end, on the host.
 
@@ -98,10 +97,10 @@ def train_batches(
       seq: tokens in a row; None: the config's.
       start_step: the global step of the first batch.
       seed: of the shuffle; None: the config's.
-      process_index, process_count: of each global batch, process i gets the i-th run of batch / process_count rows, as
-        `jax.make_array_from_process_local_data` expects them.
+      own_rows: which rows of each global batch to make, int [rows], as `Training.own_rows` names those of a process;
+        None: all.
     Returns:
-      An iterator of `Batch` with numpy arrays `[batch / process_count, seq]`.
+      An iterator of `Batch` with numpy arrays `[rows, seq]`.
     Raises:
       ValueError: the split has fewer rows than one batch, or a number is out of range.
     """
@@ -111,7 +110,7 @@ def train_batches(
     _at_least("seq", seq, 1)
     _at_least("seed", seed, 0)
     _at_least("start_step", start_step, 0)
-    mine = _my_rows(batch, process_index, process_count)
+    mine = _own_rows(batch, own_rows)
     rows = make_rows(dataset.train, seq=seq, packed=config.packed)
     if len(rows) < batch:
         raise ValueError(
@@ -122,7 +121,7 @@ def train_batches(
 
 
 def _shuffled(
-    rows: Rows, config: DataConfig, *, batch: int, start_step: int, seed: int, mine: slice
+    rows: Rows, config: DataConfig, *, batch: int, start_step: int, seed: int, mine: np.ndarray
 ) -> Iterator[Batch]:
     import grain  # costs over half a second, so only when the first batch is asked for
 
@@ -141,13 +140,12 @@ def validation_batches(
     batch: int,
     seq: int | None = None,
     limit: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    own_rows: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """The validation split once, in a fixed order; rows that are missing in the last batch are padding with weight 0.
 
     Args:
-      dataset, batch, seq, process_index, process_count: as in `train_batches`.
+      dataset, batch, seq, own_rows: as in `train_batches`.
       limit: at most so many batches, their rows evenly spread over the split, so that their loss estimates that of
         all; None: all. There is always at least one.
     Raises:
@@ -157,7 +155,7 @@ def validation_batches(
     _at_least("seq", seq, 1)
     if limit is not None:
         _at_least("limit", limit, 1)
-    mine = _my_rows(batch, process_index, process_count)
+    mine = _own_rows(batch, own_rows)
     rows = make_rows(dataset.validation, seq=seq, packed=dataset.config.packed)
     picked = -(-len(rows) // batch) * batch  # the last numbers are padding
     numbers = np.arange(picked)
@@ -167,17 +165,13 @@ def validation_batches(
     return (rows.batch(numbers[begin : begin + batch][mine]) for begin in range(0, picked, batch))
 
 
-def _my_rows(batch: int, process_index: int, process_count: int) -> slice:
+def _own_rows(batch: int, own_rows: np.ndarray | None) -> np.ndarray:
     _at_least("batch", batch, 1)
-    _at_least("process_count", process_count, 1)
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index={process_index} is out of range; use 0 .. {process_count - 1}")
-    if batch % process_count:
-        below, above = batch - batch % process_count, batch + process_count - batch % process_count
-        near = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(f"batch={batch} does not divide by process_count={process_count}; use batch={near}")
-    share = batch // process_count
-    return slice(process_index * share, (process_index + 1) * share)
+    if own_rows is None:
+        return np.arange(batch)
+    if len(own_rows) == 0 or not 0 <= np.min(own_rows) <= np.max(own_rows) < batch:
+        raise ValueError(f"own_rows={own_rows} are not rows of a batch of {batch}; use Training.own_rows of that batch")
+    return own_rows
 
 
 def _at_least(name: str, value: int, least: int) -> None:

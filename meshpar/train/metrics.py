@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from meshpar.mesh.distributed import is_first
 from meshpar.mesh.topology import peak_bf16
 from meshpar.module import Model
 from meshpar.train.trainer import Hook
@@ -46,17 +47,23 @@ def as_json(values: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 class JsonLines:
-    """Appends one JSON object a line, see `as_json`; each is on disk when `write` returns."""
+    """Appends one JSON object a line, see `as_json`; each is on disk when `write` returns. Of several processes the
+    first alone writes.
+    """
 
     def __init__(self, path: Path):
         self.path = path
 
     def write(self, values: Mapping[str, Any]) -> None:
+        if not is_first():
+            return
         with self.path.open("a") as file:
             file.write(as_json(values) + "\n")
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Drops the lines of later steps, which a resumed run writes again, and returns those that stay."""
+        if not is_first():
+            return []
         text = self.path.read_text() if self.path.exists() else ""
         whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         kept = [values for values in whole if values["step"] <= step]
@@ -65,7 +72,9 @@ class JsonLines:
 
 
 class Progress:
-    """A bar with loss, tokens/s, MFU and time left; without a terminal a line every `every` seconds instead."""
+    """A bar with loss, tokens/s, MFU and time left; without a terminal a line every `every` seconds instead. Of several
+    processes only the first prints.
+    """
 
     def __init__(
         self,
@@ -80,12 +89,12 @@ class Progress:
         """`tokens` and `flops` are of one step."""
         from rich.console import Console
 
-        self.console = Console()
+        self.console = Console(quiet=not is_first())
         self._steps, self._tokens, self._flops, self._devices, self._every = steps, tokens, flops, devices, every
         self._printed_at = 0.0
         self._recent: list[float] = []
         self._bar: Any = None
-        if self.console.is_terminal:
+        if self.console.is_terminal and is_first():
             from rich import progress
 
             self._bar = progress.Progress(

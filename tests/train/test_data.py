@@ -51,15 +51,12 @@ def test_a_resume_in_a_later_epoch_reads_what_the_whole_run_read(packed: bool) -
         assert take(train_batches(other, batch=10, start_step=13), 7) == whole[13:]
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_processes_split_each_global_batch_in_order(count: int) -> None:
+@pytest.mark.parametrize("own_rows", [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [1, 4, 9], list(range(10))])
+def test_a_process_reads_its_own_rows_of_each_global_batch(own_rows: list[int]) -> None:
     data = dataset(rows=33)  # a batch straddles epochs
     whole = take(train_batches(data, batch=10), 9)
-    parts = [
-        take(train_batches(data, batch=10, start_step=2, process_index=i, process_count=count), 7) for i in range(count)
-    ]
-    for step, rows in enumerate(whole[2:]):
-        assert list(itertools.chain.from_iterable(part[step] for part in parts)) == rows
+    mine = take(train_batches(data, batch=10, start_step=2, own_rows=np.array(own_rows)), 7)
+    assert mine == [[rows[row] for row in own_rows] for rows in whole[2:]]
 
 
 def test_each_epoch_is_another_permutation() -> None:
@@ -118,10 +115,10 @@ def test_validation_is_read_once_in_order_and_the_last_batch_is_padded(packed: b
     assert (
         list(validation_batches(data, batch=1, limit=11)) and len(list(validation_batches(data, batch=4, limit=9))) == 3
     )
-    halves = [list(validation_batches(data, batch=4, process_index=i, process_count=2)) for i in range(2)]
-    for whole, *parts in zip(batches, *halves, strict=True):
-        np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), whole.tokens)
-        np.testing.assert_array_equal(np.concatenate([part.weights for part in parts]), whole.weights)
+    own = np.array([1, 3])
+    for whole, mine in zip(batches, validation_batches(data, batch=4, own_rows=own), strict=True):
+        np.testing.assert_array_equal(mine.tokens, whole.tokens[own])
+        np.testing.assert_array_equal(mine.weights, whole.weights[own])
 
 
 def test_validation_has_a_batch_even_when_it_is_smaller_than_one() -> None:
@@ -187,11 +184,14 @@ def test_a_bad_config_is_refused_when_it_is_made(field: str, value: object, said
         (lambda d: train_batches(d, batch=2, seq=0), "seq=0 must be at least 1"),
         (lambda d: train_batches(d, batch=2, start_step=-1), "start_step=-1 must be at least 0"),
         (
-            lambda d: train_batches(d, batch=8, process_count=3),
-            "batch=8 does not divide .* use batch=6 or 9",
+            lambda d: train_batches(d, batch=8, own_rows=np.array([7, 8])),
+            r"own_rows=\[7 8\] are not rows of a batch of 8",
         ),
-        (lambda d: train_batches(d, batch=2, process_count=4), "use batch=4"),
-        (lambda d: train_batches(d, batch=8, process_index=2, process_count=2), r"process_index=2 .* use 0 \.\. 1"),
+        (
+            lambda d: train_batches(d, batch=8, own_rows=np.array([], int)),
+            r"own_rows=\[\] are not rows of a batch of 8",
+        ),
+        (lambda d: validation_batches(d, batch=8, own_rows=np.array([-1])), r"own_rows=\[-1\] are not rows"),
         (lambda d: validation_batches(d, batch=2, limit=0), "limit=0 must be at least 1"),
         (lambda d: validation_batches(d, batch=2, seq=0), "seq=0 must be at least 1"),
     ],

@@ -1,0 +1,7 @@
+"""`python -m meshpar`."""
+
+import sys
+
+from meshpar.cli import main
+
+sys.exit(main())
