@@ -141,8 +141,13 @@ def tokenizer_identity(spec: str) -> str:
     return f"{spec} tokenizers {tokenizers.__version__}"
 
 
-def make_tokenizer(spec: str, documents: Sequence[str]) -> Tokenizer:
-    """Makes the tokenizer that `spec` names (see `check_tokenizer`); a BPE is trained on `documents`.
+def is_trained(spec: str) -> bool:
+    """Whether the tokenizer that `spec` names depends on the text."""
+    return spec != "bytes" and not _is_path(spec)
+
+
+def make_tokenizer(spec: str, documents: Iterable[str]) -> Tokenizer:
+    """Makes the tokenizer that `spec` names (see `check_tokenizer`); a BPE is trained on `documents`, read once.
 
     A small text has fewer pairs to merge than `bpe:N` asks for; `vocab` is then smaller than N.
     """

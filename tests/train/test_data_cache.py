@@ -9,14 +9,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshpar.train import corpus, token_cache
+from meshpar.train import documents, split, token_cache
+from meshpar.train.corpus import find_corpus
 from meshpar.train.data import DataConfig, open_dataset
+from meshpar.train.split import survey
 from meshpar.train.token_cache import cached_tokens, default_root
+from meshpar.train.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 
 
 def write_corpus(folder: Path, count: int = 40) -> Path:
@@ -27,7 +31,13 @@ def write_corpus(folder: Path, count: int = 40) -> Path:
 
 
 def tokens_of(text: Path, root: Path, tokenizer: str = "bytes", validation: float = 0.2) -> Path:
-    return cached_tokens(str(text), tokenizer, validation=validation, root=root, progress=None)
+    (folder,) = folders_of([text], root, tokenizer, validation)
+    return folder
+
+
+def folders_of(texts: list[Path], root: Path, tokenizer: str = "bytes", validation: float = 0.2) -> list[Path]:
+    sources = [str(text) for text in texts]
+    return cached_tokens(sources, tokenizer, text_key="text", validation=validation, root=root, progress=None)
 
 
 @pytest.fixture
@@ -52,26 +62,36 @@ def test_every_document_is_on_disk_once_and_decodes_to_its_text(tmp_path: Path, 
             assert document[-1] == data.tokenizer.eod and data.tokenizer.eod not in document[:-1]
             decoded.append(data.tokenizer.decode(document))
     assert sorted(decoded) == sorted(path.read_text() for path in text.iterdir())
-    meta = json.loads((data.folder / "meta.json").read_text())
+    meta = json.loads((data.sources[0].folder / "meta.json").read_text())
     assert meta["vocab"] == data.vocab and meta["train"]["tokens"] == len(data.train.tokens)
     assert meta["train"]["bytes"] + meta["validation"]["bytes"] == sum(p.stat().st_size for p in text.iterdir())
 
 
 def test_bpe_is_trained_on_the_training_split_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
-    make = token_cache.make_tokenizer
-    monkeypatch.setattr(token_cache, "make_tokenizer", lambda spec, text: seen.update(text=text) or make(spec, text))
+    seen = training_texts(monkeypatch)
     text = write_corpus(tmp_path / "text")
     data = open_dataset(DataConfig(source=str(text), tokenizer="bpe:300"), cache=tmp_path / "cache")
     train = [data.tokenizer.decode(data.train.tokens[a:b]) for a, b in itertools.pairwise(data.train.offsets)]
-    assert seen["text"] == train
+    assert seen == train
     assert 0 < len(train) < 40
+
+
+def training_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What tokenizers are trained on from now on."""
+    seen: list[str] = []
+    make = token_cache.make_tokenizer
+
+    def watched(spec: str, texts: Iterable[str]) -> Tokenizer:
+        return make(spec, (seen.append(text) or text for text in texts))
+
+    monkeypatch.setattr(token_cache, "make_tokenizer", watched)
+    return seen
 
 
 def test_the_second_open_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, root = write_corpus(tmp_path / "text"), tmp_path / "cache"
     first = tokens_of(text, root)
-    monkeypatch.setattr(token_cache, "read_documents", lambda *args: pytest.fail("read the text again"))
+    monkeypatch.setattr(token_cache, "survey", lambda *args: pytest.fail("read the text again"))
     assert tokens_of(text, root) == first
 
 
@@ -139,7 +159,8 @@ def test_processes_at_once_end_with_one_folder(tmp_path: Path) -> None:
     text, root = write_corpus(tmp_path / "text"), tmp_path / "cache"
     program = (
         "from pathlib import Path; from meshpar.train.token_cache import cached_tokens; "
-        f"print(cached_tokens({str(text)!r}, 'bpe:300', validation=0.2, root=Path({str(root)!r}), progress=None))"
+        f"options = dict(text_key='text', validation=0.2, root=Path({str(root)!r}), progress=None); "
+        f"print(*cached_tokens([{str(text)!r}], 'bpe:300', **options))"
     )
     children = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     folders = {child.communicate(timeout=60)[0].strip() for child in children}
@@ -162,7 +183,7 @@ def test_the_environment_moves_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MESHPAR_CACHE", str(tmp_path))
     assert default_root() == tmp_path / "data"
     data = open_dataset(DataConfig(source=str(write_corpus(tmp_path / "text")), tokenizer="bytes"))
-    assert data.folder.parent == tmp_path / "data"
+    assert data.sources[0].folder.parent == tmp_path / "data"
     monkeypatch.delenv("MESHPAR_CACHE")
     assert default_root() == Path.home() / ".cache" / "meshpar" / "data"
 
@@ -170,13 +191,114 @@ def test_the_environment_moves_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
 def test_progress_shows_only_when_asked_or_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = write_corpus(tmp_path / "text")
     for progress, shown in ((None, False), (False, False), (True, True)):
-        cached_tokens(str(text), "bytes", validation=0.2, root=tmp_path / str(progress), progress=progress)
-        assert ("tokenising" in capsys.readouterr().err) == shown
+        root = tmp_path / str(progress)
+        cached_tokens([str(text)], "bytes", text_key="text", validation=0.2, root=root, progress=progress)
+        written = capsys.readouterr().err
+        assert ("tokenising" in written) == shown and ("1.1/1.1 kB" in written) == shown, written
 
 
-def test_the_split_shares_no_document(tmp_path: Path) -> None:
-    text = write_corpus(tmp_path / "text")
-    shutil.copy(text / "000.txt", text / "copy.txt")
-    train, validation = corpus.split_documents(corpus.read_documents(corpus.find_corpus(str(text))), 0.3)
-    assert not set(train) & set(validation)
-    assert len(train) + len(validation) == 40
+def test_long_text_is_never_held_and_comes_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LONGEST", 1000)
+    monkeypatch.setattr(token_cache, "_CHUNK", 3000)
+    longest = []
+    encode = ByteTokenizer.encode_documents
+    monkeypatch.setattr(
+        ByteTokenizer,
+        "encode_documents",
+        lambda self, texts: longest.append(sum(map(len, texts))) or encode(self, texts),
+    )
+    (tmp_path / "long.txt").write_text("".join(f"{i}: a line\n" for i in range(5000)))
+    data = open_dataset(DataConfig(source=str(tmp_path / "long.txt"), tokenizer="bytes"), cache=tmp_path / "cache")
+    assert max(longest) < 3000 + 1000 + 20 and len(longest) > 10
+    lines = []
+    for stream in (data.train, data.validation):
+        texts = [data.tokenizer.decode(stream.tokens[a:b]) for a, b in itertools.pairwise(stream.offsets)]
+        assert all(text.endswith("\n") for text in texts)
+        lines += "".join(texts).splitlines()
+    assert sorted(lines) == sorted(f"{i}: a line" for i in range(5000))
+    assert len(data.validation.tokens) == pytest.approx(0.05 * len(data.train.tokens), rel=0.5)
+
+
+def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, root = write_corpus(tmp_path / "text"), tmp_path / "cache"
+
+    def after_the_survey(spec: str, texts: Iterable[str]) -> Tokenizer:
+        (text / "020.txt").write_text("other text")
+        return ByteTokenizer()
+
+    monkeypatch.setattr(token_cache, "make_tokenizer", after_the_survey)
+    with pytest.raises(ValueError, match=r"changed while it was read; run again"):
+        tokens_of(text, root)
+    assert not list(root.iterdir())
+
+
+def test_text_that_is_cut_short_between_two_readings_is_refused(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"text {i}"}) + "\n" for i in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    found = survey(find_corpus(str(tmp_path / "a.jsonl")), 0.2)
+    assert len(list(split.documents(found))) == 9
+    for count in (8, 10):
+        (tmp_path / "a.jsonl").write_text("".join([*lines, '{"text": "one more"}'][:count]))
+        with pytest.raises(ValueError, match=r"a\.jsonl' changed while it was read; run again"):
+            list(split.documents(found))
+
+
+def test_what_a_killed_process_left_is_deleted_a_day_later(tmp_path: Path) -> None:
+    text, root = write_corpus(tmp_path / "text"), tmp_path / "cache"
+    for name, age in (("old.1234", 90_000), ("live.1234", 60)):
+        (root / name).mkdir(parents=True)
+        (root / name / "train.npy").touch()
+        for path in (root / name / "train.npy", root / name):
+            os.utime(path, (time.time() - age,) * 2)
+    folder = tokens_of(text, root)
+    assert {path.name for path in root.iterdir()} == {folder.name, "index", "live.1234"}
+
+
+def test_an_interrupt_while_tokens_are_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, root = write_corpus(tmp_path / "text"), tmp_path / "cache"
+
+    def interrupted(self: ByteTokenizer, texts: list[str]) -> list[np.ndarray]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteTokenizer, "encode_documents", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tokens_of(text, root)
+    assert list(root.iterdir()) == []
+    assert tokens_of(text, root).is_dir()
+
+
+def test_a_mixture_has_one_tokenizer_of_all_training_text_and_a_folder_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = training_texts(monkeypatch)
+    one, two = write_corpus(tmp_path / "one"), write_corpus(tmp_path / "two", count=7)
+    (two / "zebra.txt").write_text("zebra " * 50)
+    root = tmp_path / "cache"
+    folders = folders_of([one, two], root, "bpe:300")
+    assert len(set(folders)) == 2 and len({(folder / "tokenizer.json").read_text() for folder in folders}) == 1
+    train = []
+    for folder in folders:
+        stream = token_cache.load_stream(folder, "train", 0)
+        tokenizer = load_tokenizer(folder)
+        train += [tokenizer.decode(stream.tokens[a:b]) for a, b in itertools.pairwise(stream.offsets)]
+    assert sorted(seen) == sorted(train)
+    seen.clear()
+    assert folders_of([two, one], root, "bpe:300") == folders[::-1]  # the order of the sources decides nothing
+    shutil.rmtree(folders[1])
+    assert folders_of([one, two], root, "bpe:300") == folders  # of an interrupted mixture only the rest is made
+    assert seen == []
+    assert tokens_of(one, root, "bpe:300") not in folders and seen
+    # bytes depend on no text: a source alone and in a mixture has the same tokens
+    assert folders_of([one, two], root, "bytes")[0] == tokens_of(one, root, "bytes")
+
+
+def test_more_than_65536_ids_are_stored_in_32_bits(tmp_path: Path) -> None:
+    make_tokenizer("bpe:300", ["some text"]).save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["never-merged"] = 70_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    folder = tokens_of(write_corpus(tmp_path / "text"), tmp_path / "cache", str(tmp_path / "tokenizer.json"))
+    for name in ("train", "validation"):
+        stream = token_cache.load_stream(folder, name, 0)
+        assert stream.tokens.dtype == np.uint32 and len(stream.tokens) == stream.offsets[-1]

@@ -1,4 +1,4 @@
-"""Corpora are found by name or path, read in a fixed order, and split by document without a leak."""
+"""Corpora are found by name, path or pattern, alone or with weights, and read in a fixed order."""
 
 from __future__ import annotations
 
@@ -6,51 +6,21 @@ import gzip
 import importlib.util
 import json
 import os
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshpar.train import corpus
-from meshpar.train.corpus import find_corpus, read_documents, split_documents
-
-texts = st.lists(st.text("aé漢\n", min_size=2, max_size=20).filter(str.strip), min_size=2, max_size=12, unique=True)
+from meshpar.train.corpus import find_corpus, parse_sources
 
 
-@given(documents=texts, fraction=st.floats(0.01, 0.9))
-def test_split_is_a_partition_by_document(documents: list[str], fraction: float) -> None:
-    train, validation = split_documents(documents, fraction)
-    assert train
-    assert validation
-    assert sorted(train + validation) == sorted(documents)
-    size = sum(len(text.encode()) for text in validation)
-    smallest = min(len(text.encode()) for text in documents)
-    assert size <= max(fraction * sum(len(text.encode()) for text in documents), smallest)
+def read(source: str, **options: str) -> list[str]:
+    corpus = find_corpus(source, **options)
+    return list(corpus.read(corpus.files))
 
 
-@given(documents=texts, data=st.data())
-def test_split_does_not_depend_on_the_order_of_documents(documents: list[str], data: st.DataObject) -> None:
-    shuffled = data.draw(st.permutations(documents))
-    (train, validation), (train2, validation2) = split_documents(documents, 0.3), split_documents(shuffled, 0.3)
-    if len({len(text.encode()) for text in documents}) == len(documents):  # else the smallest may be a tie
-        assert set(validation) == set(validation2)
-    assert [text for text in documents if text in set(train)] == train  # each part keeps the order of the corpus
-    assert [text for text in shuffled if text in set(train2)] == train2
-
-
-def test_a_single_document_is_cut_at_a_line() -> None:
-    text = "".join(f"line {i}\n" for i in range(100))
-    (train,), (validation,) = split_documents([text], 0.1)
-    assert train + validation == text
-    assert train.endswith("\n")
-    assert 0.05 * len(text) < len(validation) < 0.15 * len(text)
-    assert split_documents(["ab"], 0.5) == (["a"], ["b"])
-    with pytest.raises(ValueError, match="cannot be split in two"):
-        split_documents(["a"], 0.5)
-
-
-def test_a_folder_gives_its_text_files_in_order_without_blanks_and_repeats(tmp_path: Path) -> None:
+def test_a_folder_gives_its_text_files_in_order(tmp_path: Path) -> None:
     contents = {"b.txt": "two", "a.md": "one", "sub/c.py": "three", "d.txt": "two", "e.txt": " \n", "f.bin": "no"}
     contents |= {".hidden/g.txt": "no", "z.txt": "crlf\r\n"}
     for name, content in contents.items():
@@ -58,8 +28,8 @@ def test_a_folder_gives_its_text_files_in_order_without_blanks_and_repeats(tmp_p
         (tmp_path / name).write_bytes(content.encode())
     (tmp_path / "bad.txt").write_bytes(b"\xff!")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    assert read_documents(find_corpus(str(tmp_path))) == ["one", "two", "\ufffd!", "three", "crlf\r\n"]
-    assert read_documents(find_corpus(str(tmp_path / "b.txt"))) == ["two"]
+    assert read(str(tmp_path)) == ["one", "two", "\ufffd!", "two", " \n", "three", "crlf\r\n"]
+    assert read(str(tmp_path / "b.txt")) == ["two"]
 
 
 def test_a_fingerprint_changes_with_content_time_and_names(tmp_path: Path) -> None:
@@ -115,7 +85,7 @@ def test_botocore_gives_one_document_a_service_and_no_paragraph_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_botocore(tmp_path, monkeypatch)
-    alpha, beta = read_documents(find_corpus("botocore"))
+    alpha, beta = read("botocore")
     assert alpha == "First & bold.\nUse <name>.\n\nNewer.\n\nShared.\n"
     assert beta == "Own.\n"
 
@@ -127,15 +97,74 @@ def test_botocore_that_is_not_installed_is_named_with_its_install_command(monkey
 
 
 def test_a_source_that_cannot_be_read_is_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"source='stdlb' is neither.*did you mean 'stdlib'"):
-        find_corpus("stdlb")
-    with pytest.raises(ValueError, match="use 'stdlib', 'botocore' or an existing path"):
-        find_corpus("wikipedia")
-    with pytest.raises(ValueError, match=r"holds no \.txt, \.md, \.py file"):
-        find_corpus(str(tmp_path))
-    (tmp_path / "a.csv").write_text("1,2")
-    with pytest.raises(ValueError, match=r"is not a \.txt, \.md, \.py file"):
-        find_corpus(str(tmp_path / "a.csv"))
-    (tmp_path / "a.txt").write_text(" \n")
-    with pytest.raises(ValueError, match=r"holds only blank text \(1 files\)"):
-        read_documents(find_corpus(str(tmp_path)))
+    def refused(source: str) -> str:
+        with pytest.raises(ValueError, match="source=") as error:
+            find_corpus(source)
+        return str(error.value)
+
+    assert "source='stdlb' is neither a known corpus nor an existing path; did you mean 'stdlib'?" in refused("stdlb")
+    assert "use 'stdlib', 'botocore' or an existing path" in refused("wikipedia")
+    assert "for a mixture write 'stdlib=1 botocore=1'" in refused("stdlib botocore")
+    assert "is empty; name a folder" in refused(" ")
+    assert "is neither" in refused("a" * 5000)
+    assert "holds no .txt, .md, .py, .txt.gz, .jsonl, .jsonl.gz, .parquet file" in refused(str(tmp_path))
+    (tmp_path / "a.json").write_text("[1, 2]")
+    assert "is not a .txt, .md, .py, .txt.gz, .jsonl" in refused(str(tmp_path / "a.json"))
+    assert "did you mean '.jsonl'? convert or rename it" in refused(str(tmp_path / "a.json"))
+    assert f"did you mean '{tmp_path}/a.json'?" in refused(str(tmp_path / "a.jsn"))
+    assert "matches nothing; look for its files with ls" in refused(str(tmp_path / "*.txt"))
+    assert "matches a.json but no .txt, .md" in refused(str(tmp_path / "*"))
+
+
+def test_a_pattern_finds_files_of_known_kinds_at_any_depth(tmp_path: Path) -> None:
+    for name in ("a.txt", "b/c.txt", "b/d/e.txt", "b/d/f.csv", "b/.g.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read(f"{tmp_path}/*") == ["a.txt"]
+    assert read(f"{tmp_path}/b/*.txt") == ["b/c.txt"]
+    assert read(f"{tmp_path}/**/*.txt") == read(f"{tmp_path}/**") == ["a.txt", "b/c.txt", "b/d/e.txt"]
+    assert read(f"{tmp_path}/[ab].txt") == ["a.txt"]
+
+
+def test_the_key_of_the_text_is_part_of_the_fingerprint_only_where_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    plain = {find_corpus(str(tmp_path), text_key=key).fingerprint() for key in ("text", "body")}
+    (tmp_path / "b.jsonl").write_text('{"text": "one", "body": "two"}')
+    keyed = {find_corpus(str(tmp_path), text_key=key).fingerprint() for key in ("text", "body")}
+    assert (len(plain), len(keyed)) == (1, 2)
+
+
+def test_weights_are_exact_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_sources("stdlib") == {"stdlib": 1}
+    assert parse_sources("stdlib=0.7 botocore=0.3") == {"stdlib": Fraction(7, 10), "botocore": Fraction(3, 10)}
+    assert parse_sources("a/*.jsonl=2  b=1 'my texts'=1e0") == {
+        "a/*.jsonl": Fraction(1, 2),
+        "b": Fraction(1, 4),
+        "my texts": Fraction(1, 4),
+    }
+    assert parse_sources("stdlib=3") == {"stdlib": 1}
+    assert parse_sources("a/year=2024/*.parquet") == {"a/year=2024/*.parquet": 1}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=1.txt").touch()
+    assert parse_sources("a=1.txt") == {"a=1.txt": 1}  # it exists
+    assert parse_sources("a=1.txt=2 b=2") == {"a=1.txt": Fraction(1, 2), "b": Fraction(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("stdlib=0.7 botocore", "gives 'botocore' no weight; write botocore=0.5, say"),
+        ("stdlib=0 botocore=1", "weighs stdlib by '0', which is no number above 0"),
+        ("stdlib=-1 botocore=1", "weighs stdlib by '-1'"),
+        ("stdlib=nan botocore=1", "weighs stdlib by 'nan'"),
+        ("stdlib=inf botocore=1", "weighs stdlib by 'inf'"),
+        ("stdlib=70% botocore=1", "weighs stdlib by '70%'"),
+        ("stdlib= botocore=1", "weighs stdlib by ''"),
+        ("stdlib=1 stdlib=2", "names stdlib twice; add its weights up"),
+        ("stdlib=1 'botocore=2", "close the quote"),
+    ],
+)
+def test_a_bad_mixture_is_refused_with_the_fix(source: str, said: str) -> None:
+    with pytest.raises(ValueError, match="source=") as error:
+        parse_sources(source)
+    assert said in str(error.value)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshpar.train import ngram
-from meshpar.train.corpus import find_corpus, read_documents, split_documents
+from meshpar.train.corpus import find_corpus
 from meshpar.train.ngram import bigram_loss, unigram_loss
 from meshpar.train.tokenizer import ByteTokenizer
 
@@ -53,10 +53,9 @@ def test_smoothing_costs_nothing_on_noise() -> None:
 
 def test_bigram_beats_unigram_on_real_text() -> None:
     tokenizer = ByteTokenizer()
-    train, validation = (
-        np.concatenate(tokenizer.encode_documents(part))
-        for part in split_documents(read_documents(find_corpus("stdlib"))[:60], 0.1)
-    )
+    corpus = find_corpus("stdlib")
+    texts = list(corpus.read(corpus.files[:60]))
+    train, validation = (np.concatenate(tokenizer.encode_documents(part)) for part in (texts[6:], texts[:6]))
     unigram, bigram = (loss(train, validation, tokenizer.vocab) for loss in (unigram_loss, bigram_loss))
     assert bigram < 0.85 * unigram < unigram < math.log(tokenizer.vocab)
 
