@@ -14,8 +14,6 @@ the manifest and passes over a damaged step with a message; then `reshard.compar
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures.thread  # its end-of-interpreter hook must be there before ours, see `_at_exit`
 import dataclasses
 import functools
 import itertools
@@ -23,70 +21,26 @@ import json
 import math
 import os
 import shutil
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshpar.checkpoint.manifest import (
-    NAME,
-    STATE,
-    Manifest,
-    checksum,
-    damage,
-    read_manifest,
-    to_text,
-)
+from meshpar.checkpoint import arrays
+from meshpar.checkpoint.background import Save, SaveError, let_others_finish
+from meshpar.checkpoint.manifest import NAME, STATE, Manifest, checksum, damage, read_manifest, to_text
 from meshpar.checkpoint.reshard import Report, axes_by_path, compare, describe_leaf, mesh_of, named_leaves
 from meshpar.interfaces import PyTree
+
+__all__ = ["Checkpoints", "SaveError"]
 
 State = TypeVar("State")
 Log = Callable[[str], object]
 
-_WAIT_MS = 600_000  # how long processes wait for one another at the end of a save
-
-
-class SaveError(RuntimeError):
-    """A save failed; the message says which step and why. The older steps are as they were."""
-
-    def __init__(self, step: int, folder: Path, cause: BaseException):
-        super().__init__(
-            f"step {step} was not saved in {folder}: {cause}; older steps are as they were, and {step} can be saved again"
-        )
-        self.step = step
-
-
-class _Save:
-    """One save: its thread, and how it ended."""
-
-    def __init__(self, step: int, write: Callable[[threading.Event], None]):
-        self.step = step
-        self.error: BaseException | None = None
-        self._write = write
-        self._copied = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}")
-
-    def start(self) -> None:
-        """Begins, and returns once the arrays may be donated."""
-        self._thread.start()
-        self._copied.wait()
-
-    def finish(self) -> None:
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._write(self._copied)
-        except BaseException as error:  # told to the caller by `Checkpoints.wait`
-            self.error = error
-        finally:
-            self._copied.set()
+_WAIT_MS = 600_000  # how long processes wait for one another during a save
 
 
 class Checkpoints:
@@ -113,7 +67,7 @@ class Checkpoints:
         self._keep = keep
         self._best = best
         self._axes = axes
-        self._save: _Save | None = None
+        self._save: Save | None = None  # the last one, until it was waited for
         self._restored: int | None = None  # the step that this run went on from, until its first save
         self._tidied = False
 
@@ -136,9 +90,7 @@ class Checkpoints:
           ValueError: `extra` has no JSON form.
         """
         self.wait()
-        for other in list(_unfinished):  # another object on the same folder
-            if other.folder == self.folder:
-                other._finish()
+        let_others_finish(self.folder)
         leaves = named_leaves(state)
         axes = axes_by_path(leaves, self._axes)
         manifest = Manifest(
@@ -149,11 +101,8 @@ class Checkpoints:
             extra=extra or {},
         )
         to_text(manifest)
-        arrays = {path: jax.random.key_data(leaf) if _is_key(leaf) else leaf for path, leaf in leaves.items()}
-        self._save = _Save(step, functools.partial(self._write, manifest, arrays, str(next(_numbers))))
-        _unfinished.add(self)
-        self._save.start()
-        if self._save.error is not None:
+        self._save = Save(step, self.folder, functools.partial(self._write, manifest, leaves, str(next(_numbers))))
+        if not self._save.start():
             self.wait()
 
     def wait(self) -> None:
@@ -162,96 +111,100 @@ class Checkpoints:
         Raises:
           SaveError: it failed. Raised once.
         """
-        save = self._finish()
-        self._save = None
-        if save is not None and save.error is not None:
-            raise SaveError(save.step, self.folder, save.error) from save.error
+        save, self._save = self._save, None
+        if save is not None:
+            save.wait()
 
     def close(self) -> None:
         """Waits for the last save, like `wait`. The end of the interpreter does too, but can only print an error."""
         self.wait()
 
-    def _finish(self) -> _Save | None:
-        save = self._save
-        if save is not None:
-            save.finish()
-            _unfinished.discard(self)
-        return save
-
     def _write(
-        self, manifest: Manifest, arrays: Mapping[str, jax.Array], number: str, copied: threading.Event
+        self, manifest: Manifest, leaves: Mapping[str, jax.Array], number: str, copied: Callable[[], None]
     ) -> None:
-        """A save from its beginning to its end; runs in a thread of each process."""
-        import orbax.checkpoint as ocp
+        """A save from its beginning to its end; runs in a thread of each process.
 
-        meet = functools.partial(_meet, ocp.multihost.get_barrier_sync_fn(), number)
+        Processes meet after each part, also after one that failed, and tell one another by what lies on disk.
+        """
         final = self.folder / str(manifest.step)
         temporary = final.with_name(f"{final.name}.writing")
         first = jax.process_index() == 0
-        mine = temporary / f"process_{jax.process_index()}.json"
         failure: BaseException | None = None
-        try:
-            if first:
-                self._tidy()
-                shutil.rmtree(temporary, ignore_errors=True)
-                (temporary / STATE).mkdir(parents=True)
-            meet("made")
-            handler = _handler()
-            arguments = ocp.args.PyTreeSave(dict(arrays))
-            commits = asyncio.run(handler.async_save(_path(temporary / STATE), args=arguments)) or []
-            copied.set()
+
+        def make() -> None:
+            self._tidy()
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / STATE).mkdir(parents=True)
+
+        def write() -> None:
+            if not (temporary / STATE).exists():
+                raise RuntimeError("process 0 could not make the folder")
+            commits = arrays.begin(temporary / STATE, leaves)
+            copied()
             for commit in commits:
                 commit.result()
-            own = temporary / STATE / f"ocdbt.process_{jax.process_index()}"
-            mine.write_text(json.dumps({str(path): _seal(path) for path in _files(own)}))
-        except BaseException as error:
-            failure = error
-            copied.set()
-        meet("written")
-        if first:
-            try:
-                if failure is None:
-                    self._commit(manifest, temporary, final)
-            except BaseException as error:
-                failure = error
-            if failure is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
-        meet("committed")
-        if failure is not None:
-            raise failure
-        if not final.exists():
-            raise RuntimeError("another process could not write its part")
+            own = {path.relative_to(temporary).as_posix(): _seal(path) for path in arrays.own_files(temporary / STATE)}
+            _part(temporary, jax.process_index()).write_text(json.dumps(own))
 
-    def _commit(self, manifest: Manifest, temporary: Path, final: Path) -> None:
+        parts = (
+            ("made", make, first),
+            ("written", write, True),
+            ("named", lambda: self._commit(manifest, final), first),
+        )
+        for name, part, mine in parts:
+            if mine and failure is None:
+                try:
+                    part()
+                except BaseException as error:
+                    failure = error
+                    copied()  # nothing more is read
+            _meet(number, name)
+        if temporary.exists() and failure is None:
+            failure = RuntimeError("another process could not write its part")
+        _meet(number, "seen")
+        if failure is not None:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise failure
+
+    def _commit(self, manifest: Manifest, final: Path) -> None:
         """What process 0 does when all have written: the index, the checksums, the manifest, the name."""
+        temporary = final.with_name(f"{final.name}.writing")
         sealed: dict[str, tuple[int, int]] = {}
         for index in range(jax.process_count()):
-            part = temporary / f"process_{index}.json"
+            part = _part(temporary, index)
             if not part.exists():
                 raise RuntimeError(f"process {index} could not write its part")
-            sealed |= {path: (size, crc) for path, (size, crc) in json.loads(part.read_text()).items()}
+            sealed |= json.loads(part.read_text())
             part.unlink()
-        _handler().finalize(_path(temporary / STATE))
-        files = {
-            path.relative_to(temporary).as_posix(): sealed.get(str(path)) or _seal(path)
-            for path in _files(temporary / STATE)
-        }
-        written = temporary / NAME
-        written.write_text(to_text(dataclasses.replace(manifest, files=files)))
-        _sync(written)
-        _sync(temporary)
-        base = manifest.step if self._restored is None else self._restored
-        for step in self._folders():
-            if step > base and step != manifest.step:
-                _rename(self.folder / str(step), self.folder / f"{step}.unused")
-        self._restored = None
+        arrays.merge(temporary / STATE)
+        names = [path.relative_to(temporary).as_posix() for path in arrays.files(temporary / STATE)]
+        files = {name: sealed.get(name) or _seal(temporary / name) for name in names}
+        (temporary / NAME).write_text(to_text(dataclasses.replace(manifest, files=files)))
+        _sync(temporary / NAME)
+        for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
+            _sync(folder)
+        self._set_aside(manifest.step)
         replaced = final.with_name(f"{final.name}.replaced")
         if final.exists():
             _rename(final, replaced)
-        temporary.rename(final)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
         _sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
+
+    def _set_aside(self, step: int) -> None:
+        """Takes the names of steps that a run went back from, so that no run goes on from them by mistake."""
+        base = step if self._restored is None else self._restored
+        for other in self._folders():
+            if other > base:
+                _rename(self.folder / str(other), self.folder / f"{other}.unused")
+        self._restored = None
 
     def _prune(self) -> None:
         """Removes what is neither among the newest nor among the best."""
@@ -356,15 +309,7 @@ class Checkpoints:
         step = self._choose(step, log)
         leaves = named_leaves(target)
         report = compare(self.manifest(step), leaves)
-        values: dict[str, Any] = {}
-        if report.fresh:
-            if fresh is None:
-                raise ValueError(
-                    f"the checkpoint of step {step} has no {', '.join(report.fresh)}; "
-                    "give restore a fresh= that makes a first state, or the plan that it was written with"
-                )
-            made = named_leaves(fresh())
-            values = {path: made[path] for path in report.fresh}
+        values = _made(report, fresh)
         for line in report.lines():
             _say(log, line)
         newer = [other for other in self._folders() if other > step]
@@ -403,29 +348,20 @@ class Checkpoints:
         wrong = self._damage(step, read=True)
         if any(self._gather(wrong is not None)):
             there = ", ".join(map(str, self.steps())) or "none"
-            raise ValueError(f"the checkpoint of step {step} in {self.folder} is not whole ({wrong}); there are: {there}")
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is not whole ({wrong}); there are: {there}"
+            )
         return step
 
     def _read(self, report: Report, leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Values of the target's leaves by path, read and cast into their shards on the host, one shard at a time."""
-        import orbax.checkpoint as ocp
-
+        """Values of the target's leaves by path."""
         values: dict[str, jax.Array] = {}
         left = [match for match in report.matches if match.source is not None]
         while left:  # twice where parameters and masters have one source
-            sources = {match.source: match for match in reversed(left)}
-            wanted = {source: _plain(leaves[match.path]) for source, match in sources.items()}
-            arguments = {
-                source: ocp.ArrayRestoreArgs(
-                    restore_type=jax.Array, sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
-                )
-                for source, leaf in wanted.items()
-            }
-            found = _handler().restore(
-                _path(self.folder / str(report.step) / STATE),
-                args=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True),
-            )
-            values |= {match.path: _like(found[source], leaves[match.path]) for source, match in sources.items()}
+            by_source = {match.source: match.path for match in reversed(left) if match.source is not None}
+            wanted = {source: leaves[path] for source, path in by_source.items()}
+            found = arrays.read(self.folder / str(report.step) / STATE, wanted)
+            values |= {path: found[source] for source, path in by_source.items()}
             left = [match for match in left if match.path not in values]
         return values
 
@@ -445,46 +381,32 @@ class Checkpoints:
         return [bool(each) for each in multihost_utils.process_allgather(np.asarray(value))]
 
 
-_unfinished: set[Checkpoints] = set()  # those with a save that nobody has waited for
 _numbers = itertools.count()  # of saves: what processes call their meetings by
 
 
-def _at_exit() -> None:
-    for checkpoints in list(_unfinished):
-        try:
-            checkpoints.wait()
-        except SaveError as error:
-            print(f"error: {error}", file=sys.stderr)
-
-
-# A save that is still running needs thread pools, and the interpreter stops those before it calls `atexit`. So this is
-# the hook that stops them (concurrent.futures.thread), which runs in reverse order and has no public name.
-threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
-
-
-def _meet(barrier: Callable[..., None], number: str, name: str) -> None:
+def _meet(number: str, name: str) -> None:
     """Waits for all processes."""
-    barrier(key=f"meshpar_checkpoint_{number}_{name}", timeout_ms=_WAIT_MS)
-
-
-@functools.cache
-def _handler() -> Any:
-    """Orbax's reader and writer of arrays. Without compression: trained weights shrink by a tenth, for most of the
-    time that a save takes.
-    """
     import orbax.checkpoint as ocp
 
-    return ocp.PyTreeCheckpointHandler(use_compression=False)
+    ocp.multihost.get_barrier_sync_fn()(key=f"meshpar_checkpoint_{number}_{name}", timeout_ms=_WAIT_MS)
 
 
-def _path(path: Path) -> Any:
-    from etils import epath
+def _part(temporary: Path, index: int) -> Path:
+    """Where a process leaves the checksums of what it wrote, until process 0 has put them into the manifest."""
+    return temporary / f"process_{index}.json"
 
-    return epath.Path(path)
 
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+def _made(report: Report, fresh: Callable[[], Any] | None) -> dict[str, Any]:
+    """The leaves that begin anew. What else `fresh` makes is gone before anything is read."""
+    if not report.fresh:
+        return {}
+    if fresh is None:
+        raise ValueError(
+            f"the checkpoint of step {report.step} has no {', '.join(report.fresh)}; "
+            "give restore a fresh= that makes a first state, or the plan that it was written with"
+        )
+    made = named_leaves(fresh())
+    return {path: made[path] for path in report.fresh}
 
 
 def _seal(path: Path) -> tuple[int, int]:
@@ -509,22 +431,3 @@ def _rename(path: Path, to: Path) -> None:
 def _say(log: Log, text: str) -> None:
     if jax.process_index() == 0:
         log(text)
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _plain(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What is read for a leaf: key data for a typed PRNG key; on the first device where it is not said on which."""
-    plain = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
-
-
-def _like(array: jax.Array, leaf: Any) -> jax.Array:
-    if not _is_key(leaf):
-        return array
-    impls: list[Any] = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf)  # which asks for an array, or a traced one
-    return jax.random.wrap_key_data(array, impl=impls[0])

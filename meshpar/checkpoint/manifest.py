@@ -59,7 +59,9 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     try:
         values = json.loads(path.read_text())
         if values["format"] > FORMAT:
-            raise ValueError(f"{path} has format {values['format']} and this meshpar reads up to {FORMAT}; update meshpar")
+            raise ValueError(
+                f"{path} has format {values['format']} and this meshpar reads up to {FORMAT}; update meshpar"
+            )
         leaves = {
             name: Leaf(
                 shape=tuple(leaf["shape"]),

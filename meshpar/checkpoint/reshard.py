@@ -189,9 +189,8 @@ def _lacks(step: int, missing: list[str], left_over: tuple[str, ...]) -> str:
     params = any(_top(path) == "params" for path in missing)
     fix = "give the model that it was written with" if params else "give the optimizer that it was written with"
     hint = did_you_mean(missing[0], left_over).rstrip("?")
-    return (
-        f"the checkpoint of step {step} has no {_some(missing)}{hint}; {fix}"
-        + ("" if params else ", or restore parameters only")
+    return f"the checkpoint of step {step} has no {_some(missing)}{hint}; {fix}" + (
+        "" if params else ", or restore parameters only"
     )
 
 

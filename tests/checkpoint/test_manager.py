@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.checkpoint import manager
+from meshpar.checkpoint import arrays, manager
 from meshpar.checkpoint.manager import Checkpoints, SaveError
 from tests.checkpoint.damage import flip, truncate
 
@@ -43,6 +43,11 @@ def state(mesh: Mesh, seed: int = 0, *, param: Any = jnp.float32, master: bool =
 
 def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def save_and_wait(checkpoints: Checkpoints, step: int, tree: Any) -> None:
+    checkpoints.save(step, tree)
+    checkpoints.wait()
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -235,16 +240,17 @@ def test_a_save_that_fails_is_told_with_its_step_and_can_be_done_again(
             case "_meet made":
                 patch.setattr(Path, "mkdir", full)
             case "finalize":
-                patch.setattr(type(manager._handler()), "finalize", full)
+                patch.setattr(type(arrays._handler()), "finalize", full)
             case "_seal":
                 patch.setattr(manager, "_seal", full)
             case "_commit":
-                patch.setattr(manager, "to_text", lambda made, text=manager.to_text: full() if made.files else text(made))
+                patch.setattr(
+                    manager, "to_text", lambda made, text=manager.to_text: full() if made.files else text(made)
+                )
             case "rename":
                 patch.setattr(Path, "rename", full)
         with pytest.raises(SaveError, match=r"step 2 was not saved in .*No space left on device.*can be saved again"):
-            checkpoints.save(2, state(mesh, 2))
-            checkpoints.save(3, state(mesh, 3))
+            save_and_wait(checkpoints, 2, state(mesh, 2))
     assert checkpoints.steps() == [1]
     assert [path.name for path in checkpoints.folder.iterdir()] == ["1"]
     assert_same(checkpoints.restore(abstract(state(mesh)), log=lambda line: None), state(mesh, 1))
@@ -253,15 +259,49 @@ def test_a_save_that_fails_is_told_with_its_step_and_can_be_done_again(
     assert checkpoints.steps() == [1, 2]
 
 
+def test_a_failure_is_raised_by_the_next_save_which_has_not_begun(
+    checkpoints: Checkpoints, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_commit", lambda *arguments: 1 / 0)
+        checkpoints.save(1, state(mesh))
+        with pytest.raises(SaveError, match="step 1 was not saved"):
+            checkpoints.save(2, state(mesh))
+    assert checkpoints.steps() == []
+    save_and_wait(checkpoints, 2, state(mesh, 2))
+    assert checkpoints.steps() == [2]
+
+
+def test_a_step_that_cannot_be_replaced_keeps_what_it_held(
+    checkpoints: Checkpoints, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_and_wait(checkpoints, 1, state(mesh, 1))
+    rename = Path.rename
+
+    def full(path: Path, to: Path) -> Path:
+        if path.suffix == ".writing":
+            raise OSError(28, "No space left on device")
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        with pytest.raises(SaveError, match="step 1 was not saved"):
+            save_and_wait(checkpoints, 1, state(mesh, 2))
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["1"]
+    assert_same(checkpoints.restore(abstract(state(mesh)), log=lambda line: None), state(mesh, 1))
+
+
 def test_a_failure_is_raised_once(checkpoints: Checkpoints, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "_commit", lambda *arguments: 1 / 0)
     checkpoints.save(1, state(mesh))
-    with pytest.raises(SaveError, match="step 1 was not saved .*division by zero"):
+    with pytest.raises(SaveError, match=r"step 1 was not saved .*division by zero"):
         checkpoints.wait()
     checkpoints.wait()
 
 
-def test_bad_values_are_refused_before_anything_is_written(checkpoints: Checkpoints, mesh: Mesh, tmp_path: Path) -> None:
+def test_bad_values_are_refused_before_anything_is_written(
+    checkpoints: Checkpoints, mesh: Mesh, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="keep=0 would leave no checkpoint"):
         Checkpoints(tmp_path, keep=0)
     with pytest.raises(ValueError, match="best=-1 is negative"):

@@ -56,7 +56,7 @@ assert not {{"orbax", "tensorstore"}} & set(sys.modules)
 
 
 def test_what_has_no_json_form_is_refused(written: Manifest) -> None:
-    with pytest.raises(ValueError, match="extra cannot be written .*give numbers"):
+    with pytest.raises(ValueError, match=r"extra cannot be written .*give numbers"):
         to_text(dataclasses.replace(written, extra={"plan": object()}))
 
 

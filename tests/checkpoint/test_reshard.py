@@ -112,7 +112,8 @@ def test_another_shape_is_a_sentence_with_path_and_both(mesh_of: MeshOf) -> None
 
 
 def test_an_integer_does_not_become_a_float_nor_a_key_of_another_kind(mesh_of: MeshOf) -> None:
-    for path, dtype, stored in (("step", jnp.float32, "int32"), ("key", jax.random.key(0, impl="rbg").dtype, "key<fry>")):
+    rbg = jax.random.key(0, impl="rbg").dtype
+    for path, dtype, stored in (("step", jnp.dtype("float32"), "int32"), ("key", rbg, "key<fry>")):
         target = state(mesh_of("data=2"))
         target[path] = jax.ShapeDtypeStruct((), dtype)
         with pytest.raises(ValueError, match=f"{path} is {stored} in the checkpoint of step 300 and {dtype} here"):
@@ -140,7 +141,6 @@ def test_logical_axes_reach_moments_and_masters(mesh_of: MeshOf) -> None:
     leaves = named_leaves(state(mesh_of("data=2"), master=True))
     found = axes_by_path(leaves, {"mlp": {"kernel": ("embed", "mlp")}})
     assert found == {
-        path: ("embed", "mlp")
-        for path in ("params/mlp/kernel", "opt_state/0/mu/mlp/kernel", "master/mlp/kernel")
+        path: ("embed", "mlp") for path in ("params/mlp/kernel", "opt_state/0/mu/mlp/kernel", "master/mlp/kernel")
     }
     assert axes_by_path(leaves, None) == {}
