@@ -1,86 +1,433 @@
-"""Save and restore a train state with Orbax: each host writes its own shards, and a restore reads straight into the
-target's shards.
+"""Checkpoints that lose nothing: saved in the background, whole or not there, checked before they are trusted.
 
-Restores always go through an abstract target that carries shardings, so a checkpoint written on one mesh can be read on
-another.
+A save copies the arrays off the devices while the caller waits, and writes them in a thread: Orbax's array files into
+`300.writing`, then checksums and the manifest, then one rename to `300`. Each process writes its own shards; process 0
+renames. So whatever stops a run (an exception, kill -9, a full disk), a folder that is called by its step is whole.
+
+A restore reads straight into the shards of its target, on whatever mesh that lies. It first compares every file with
+the manifest and passes over a damaged step with a message; then `reshard.compare` says what will change.
+
+    300           a checkpoint          300.writing   not finished; removed by the next run's first save
+    300.replaced  while 300 is saved a second time      300.deleted   being removed
+    300.unused    a newer step that a run went back from: never read, yours to delete
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from meshpar.checkpoint import arrays
+from meshpar.checkpoint.background import Save, SaveError, let_others_finish
+from meshpar.checkpoint.manifest import NAME, STATE, Manifest, checksum, damage, read_manifest, to_text
+from meshpar.checkpoint.reshard import Report, axes_by_path, compare, describe_leaf, mesh_of, named_leaves
+from meshpar.interfaces import PyTree
+
+__all__ = ["Checkpoints", "SaveError"]
 
 State = TypeVar("State")
+Log = Callable[[str], object]
+
+_WAIT_MS = 600_000  # how long processes wait for one another during a save
 
 
 class Checkpoints:
-    """The checkpoints of one run, by step. The folder is made by the first save."""
+    """The checkpoints of one run, by step. Nothing is written before the first save.
 
-    def __init__(self, folder: Path, *, keep: int = 2):
-        """`keep` is how many of the newest stay."""
-        self.folder = folder.absolute()
-        self._keep = keep
-        self._opened: Any = None
+    With several processes all of them call `save`, `restore`, `newest_whole`, `wait` and `close`, with the same steps;
+    the folder is one that all of them see.
+    """
 
-    def latest(self) -> int | None:
-        """The newest complete step, None when there is none."""
-        return self._manager().latest_step() if self.folder.exists() else None
-
-    def save(self, step: int, state: Any) -> None:
-        """Writes a state in the background; arrays are copied off the devices before this returns, so they may be
-        donated.
-        """
-        import orbax.checkpoint as ocp
-
-        self._manager().save(step, args=ocp.args.StandardSave(_without_keys(state)))
-
-    def restore(self, target: State, step: int | None = None) -> State:
-        """Reads a step (None: the newest) into the shapes, dtypes and shardings of `target`.
+    def __init__(self, folder: Path, *, keep: int = 2, best: int = 0, axes: PyTree | None = None):
+        """Args:
+        keep: how many of the newest stay.
+        best: how many of those with the lowest metric stay besides.
+        axes: the logical axes of the parameters (`Model.axes`), for the manifests.
 
         Raises:
-          ValueError: there is no checkpoint.
+          ValueError: `keep` is below 1 or `best` negative.
         """
-        step = self.latest() if step is None else step
-        if step is None:
-            raise ValueError(f"{self.folder} holds no checkpoint; train without resuming, or give another run folder")
-        import orbax.checkpoint as ocp
+        if keep < 1:
+            raise ValueError(f"keep={keep} would leave no checkpoint; use 1 or more")
+        if best < 0:
+            raise ValueError(f"best={best} is negative; 0 keeps none for its metric")
+        self.folder = folder.absolute()
+        self._keep = keep
+        self._best = best
+        self._axes = axes
+        self._save: Save | None = None  # the last one, until it was waited for
+        self._restored: int | None = None  # the step that this run went on from, until its first save
+        self._tidied = False
 
-        plain = jax.tree.map(_key_shape, target)
-        restored = self._manager().restore(step, args=ocp.args.StandardRestore(plain))
-        return jax.tree.map(lambda leaf, like: _with_key(leaf, like), restored, target)
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, state: PyTree, *, extra: Mapping[str, Any] | None = None, metric: float | None = None
+    ) -> None:
+        """Writes a state in the background. The arrays may be donated when this returns.
+
+        An earlier save is finished first. A step that exists is replaced.
+
+        Args:
+          state: a pytree of jax arrays.
+          extra: JSON values to keep in the manifest: plan, recipe, versions, ...
+          metric: what the best checkpoints are chosen by, lower is better.
+
+        Raises:
+          SaveError: this save cannot begin, or an earlier one failed (then this one has not begun).
+          ValueError: `extra` has no JSON form.
+        """
+        self.wait()
+        let_others_finish(self.folder)
+        leaves = named_leaves(state)
+        axes = axes_by_path(leaves, self._axes)
+        manifest = Manifest(
+            step=step,
+            mesh=mesh_of(leaves),
+            leaves={path: describe_leaf(leaf, axes.get(path)) for path, leaf in leaves.items()},
+            metric=None if metric is None or not math.isfinite(metric) else float(metric),
+            extra=extra or {},
+        )
+        to_text(manifest)
+        self._save = Save(step, self.folder, functools.partial(self._write, manifest, leaves, str(next(_numbers))))
+        if not self._save.start():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk.
+
+        Raises:
+          SaveError: it failed. Raised once.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.wait()
 
     def close(self) -> None:
-        """Waits for the last save and ends."""
-        if self._opened is not None:
-            self._opened.wait_until_finished()
-            self._opened.close()
+        """Waits for the last save, like `wait`. The end of the interpreter does too, but can only print an error."""
+        self.wait()
 
-    def _manager(self) -> Any:
-        if self._opened is None:
-            import orbax.checkpoint as ocp  # costs over a second
+    def _write(
+        self, manifest: Manifest, leaves: Mapping[str, jax.Array], number: str, copied: Callable[[], None]
+    ) -> None:
+        """A save from its beginning to its end; runs in a thread of each process.
 
-            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, enable_async_checkpointing=True)
-            self._opened = ocp.CheckpointManager(self.folder, options=options)
-        return self._opened
+        Processes meet after each part, also after one that failed, and tell one another by what lies on disk.
+        """
+        final = self.folder / str(manifest.step)
+        temporary = final.with_name(f"{final.name}.writing")
+        first = jax.process_index() == 0
+        failure: BaseException | None = None
+
+        def make() -> None:
+            self._tidy()
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / STATE).mkdir(parents=True)
+
+        def write() -> None:
+            if not (temporary / STATE).exists():
+                raise RuntimeError("process 0 could not make the folder")
+            commits = arrays.begin(temporary / STATE, leaves)
+            copied()
+            for commit in commits:
+                commit.result()
+            own = {path.relative_to(temporary).as_posix(): _seal(path) for path in arrays.own_files(temporary / STATE)}
+            _part(temporary, jax.process_index()).write_text(json.dumps(own))
+
+        parts = (
+            ("made", make, first),
+            ("written", write, True),
+            ("named", lambda: self._commit(manifest, final), first),
+        )
+        for name, part, mine in parts:
+            if mine and failure is None:
+                try:
+                    part()
+                except BaseException as error:
+                    failure = error
+                    copied()  # nothing more is read
+            _meet(number, name)
+        if temporary.exists() and failure is None:
+            failure = RuntimeError("another process could not write its part")
+        _meet(number, "seen")
+        if failure is not None:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise failure
+
+    def _commit(self, manifest: Manifest, final: Path) -> None:
+        """What process 0 does when all have written: the index, the checksums, the manifest, the name."""
+        temporary = final.with_name(f"{final.name}.writing")
+        sealed: dict[str, tuple[int, int]] = {}
+        for index in range(jax.process_count()):
+            part = _part(temporary, index)
+            if not part.exists():
+                raise RuntimeError(f"process {index} could not write its part")
+            sealed |= json.loads(part.read_text())
+            part.unlink()
+        arrays.merge(temporary / STATE)
+        names = [path.relative_to(temporary).as_posix() for path in arrays.files(temporary / STATE)]
+        files = {name: sealed.get(name) or _seal(temporary / name) for name in names}
+        (temporary / NAME).write_text(to_text(dataclasses.replace(manifest, files=files)))
+        _sync(temporary / NAME)
+        for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
+            _sync(folder)
+        self._set_aside(manifest.step)
+        replaced = final.with_name(f"{final.name}.replaced")
+        if final.exists():
+            _rename(final, replaced)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
+        _sync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        self._prune()
+
+    def _set_aside(self, step: int) -> None:
+        """Takes the names of steps that a run went back from, so that no run goes on from them by mistake."""
+        base = step if self._restored is None else self._restored
+        for other in self._folders():
+            if other > base:
+                _rename(self.folder / str(other), self.folder / f"{other}.unused")
+        self._restored = None
+
+    def _prune(self) -> None:
+        """Removes what is neither among the newest nor among the best."""
+        whole = self.steps()
+        measured = [(metric, -step) for step in whole if (metric := self.manifest(step).metric) is not None]
+        stay = {*whole[-self._keep :], *(-step for _, step in sorted(measured)[: self._best])}
+        for step in self._folders():
+            if step not in stay and step < whole[-1]:
+                gone = self.folder / f"{step}.deleted"
+                _rename(self.folder / str(step), gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _tidy(self) -> None:
+        """Clears away what an earlier run could not finish."""
+        if self._tidied:
+            return
+        self._tidied = True
+        self._recover()
+        for kind in ("writing", "deleted", "replaced"):
+            for path in self.folder.glob(f"*.{kind}"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _recover(self) -> None:
+        """Gives a step its name back that a run was about to replace when it was stopped."""
+        for path in self.folder.glob("*.replaced"):
+            if not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps that are there with all their files, oldest first. Needs no devices, and reads no array."""
+        return [step for step in self._folders() if self._damage(step) is None]
+
+    def latest(self) -> int | None:
+        """The newest of `steps`."""
+        return max(self.steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The step with the lowest metric, the newest of equals; None when none has one."""
+        measured = [(metric, -step) for step in self.steps() if (metric := self.manifest(step).metric) is not None]
+        return -min(measured)[1] if measured else None
+
+    def manifest(self, step: int) -> Manifest:
+        """What the checkpoint of a step holds.
+
+        Raises:
+          ValueError: there is none.
+        """
+        return read_manifest(self.folder, step)
+
+    def newest_whole(self, *, log: Log = print) -> int | None:
+        """The newest step of which every file has the checksum that it was written with; None when there is none.
+
+        This reads the checkpoint once; processes share the work. What is passed over is logged.
+        """
+        self.wait()
+        if jax.process_index() == 0:
+            self._recover()
+        for step in reversed(self._agree(self._folders())):
+            wrong = self._damage(step, read=True)
+            if not any(self._gather(wrong is not None)):
+                return step
+            _say(log, f"passing over step {step} in {self.folder}: {wrong or 'another process cannot read it'}")
+        return None
+
+    def _folders(self) -> list[int]:
+        if not self.folder.exists():
+            return []
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
+
+    def _damage(self, step: int, *, read: bool = False) -> str | None:
+        try:
+            manifest = self.manifest(step)
+        except ValueError as error:
+            return str(error)
+        mine = sorted(manifest.files)[jax.process_index() :: jax.process_count()] if read else ()
+        return damage(self.folder, manifest, read=mine)
+
+    # --- restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        target: State,
+        step: int | None = None,
+        *,
+        fresh: Callable[[], State] | None = None,
+        log: Log = print,
+    ) -> State:
+        """Reads a checkpoint into the shapes, dtypes and shardings of `target`.
+
+        Args:
+          target: a pytree of ShapeDtypeStructs with shardings (`Training.abstract_state`), or of arrays.
+          step: None: the newest that is whole, older ones when the newest are damaged.
+          fresh: makes a first state; called when the checkpoint lacks a part that may begin anew (a loss scale).
+          log: gets what is passed over and what will change, in process 0.
+
+        Raises:
+          ValueError: there is no whole checkpoint, the given one is damaged, or it does not fit the target; the
+            sentence names path and both shapes.
+        """
+        step = self._choose(step, log)
+        leaves = named_leaves(target)
+        report = compare(self.manifest(step), leaves)
+        values = _made(report, fresh)
+        for line in report.lines():
+            _say(log, line)
+        newer = [other for other in self._folders() if other > step]
+        if newer:
+            _say(log, f"  newer: {', '.join(map(str, newer))}; the next save renames them to {newer[0]}.unused ...")
+        values |= self._read(report, leaves)
+        self._restored = step
+        return jax.tree.unflatten(jax.tree.structure(target), [values[path] for path in leaves])
+
+    def restore_params(self, target: PyTree, step: int | None = None, *, log: Log = print) -> PyTree:
+        """Reads the parameters of a checkpoint alone: another optimizer, or none, on any mesh and in any float dtype.
+
+        Args:
+          target: parameters as ShapeDtypeStructs with shardings, or arrays.
+
+        Raises:
+          ValueError: as for `restore`.
+        """
+        step = self._choose(step, log)
+        leaves = {f"params/{path}": leaf for path, leaf in named_leaves(target).items()}
+        report = compare(self.manifest(step), leaves)
+        for line in dataclasses.replace(report, left_over=()).lines():
+            _say(log, line)
+        values = self._read(report, leaves)
+        return jax.tree.unflatten(jax.tree.structure(target), [values[path] for path in leaves])
+
+    def _choose(self, step: int | None, log: Log) -> int:
+        if step is None:
+            step = self.newest_whole(log=log)
+            if step is None:
+                raise ValueError(
+                    f"{self.folder} holds no whole checkpoint; train without resuming, or give another run folder"
+                )
+            return step
+        self.wait()
+        wrong = self._damage(step, read=True)
+        if any(self._gather(wrong is not None)):
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is not whole ({wrong}); there are: {there}"
+            )
+        return step
+
+    def _read(self, report: Report, leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Values of the target's leaves by path."""
+        values: dict[str, jax.Array] = {}
+        left = [match for match in report.matches if match.source is not None]
+        while left:  # twice where parameters and masters have one source
+            by_source = {match.source: match.path for match in reversed(left) if match.source is not None}
+            wanted = {source: leaves[path] for source, path in by_source.items()}
+            found = arrays.read(self.folder / str(report.step) / STATE, wanted)
+            values |= {path: found[source] for source, path in by_source.items()}
+            left = [match for match in left if match.path not in values]
+        return values
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def _agree(self, steps: list[int]) -> list[int]:
+        """What process 0 sees, in all processes."""
+        if jax.process_count() == 1:
+            return steps
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+        sent = np.resize(np.asarray(steps or [0], np.int32), count)
+        return [int(step) for step in multihost_utils.broadcast_one_to_all(sent)]
+
+    def _gather(self, value: bool) -> list[bool]:
+        if jax.process_count() == 1:
+            return [value]
+        return [bool(each) for each in multihost_utils.process_allgather(np.asarray(value))]
 
 
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+_numbers = itertools.count()  # of saves: what processes call their meetings by
 
 
-def _without_keys(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
+def _meet(number: str, name: str) -> None:
+    """Waits for all processes."""
+    import orbax.checkpoint as ocp
+
+    ocp.multihost.get_barrier_sync_fn()(key=f"meshpar_checkpoint_{number}_{name}", timeout_ms=_WAIT_MS)
 
 
-def _key_shape(leaf: Any) -> Any:
-    if not _is_key(leaf):
-        return leaf
-    data = jax.eval_shape(jax.random.key_data, leaf)
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+def _part(temporary: Path, index: int) -> Path:
+    """Where a process leaves the checksums of what it wrote, until process 0 has put them into the manifest."""
+    return temporary / f"process_{index}.json"
 
 
-def _with_key(leaf: Any, like: Any) -> Any:
-    return jax.random.wrap_key_data(leaf) if _is_key(like) else leaf
+def _made(report: Report, fresh: Callable[[], Any] | None) -> dict[str, Any]:
+    """The leaves that begin anew. What else `fresh` makes is gone before anything is read."""
+    if not report.fresh:
+        return {}
+    if fresh is None:
+        raise ValueError(
+            f"the checkpoint of step {report.step} has no {', '.join(report.fresh)}; "
+            "give restore a fresh= that makes a first state, or the plan that it was written with"
+        )
+    made = named_leaves(fresh())
+    return {path: made[path] for path in report.fresh}
+
+
+def _seal(path: Path) -> tuple[int, int]:
+    """Makes a file outlast a loss of power; returns its size and checksum."""
+    _sync(path)
+    return checksum(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rename(path: Path, to: Path) -> None:
+    shutil.rmtree(to, ignore_errors=True)
+    path.rename(to)
+
+
+def _say(log: Log, text: str) -> None:
+    if jax.process_index() == 0:
+        log(text)

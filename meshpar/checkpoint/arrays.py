@@ -1,0 +1,105 @@
+"""The arrays of a checkpoint on disk, through Orbax.
+
+Leaves are kept by path in one flat dict, so what is read need not have the tree that was written. Each process writes
+the shards that it holds into a folder of its own; `merge` makes one index of them. A typed PRNG key is stored as its
+key data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def begin(folder: Path, arrays: Mapping[str, jax.Array]) -> list[Any]:
+    """Begins to write; returns when the arrays may be donated, with what to call `result` of until all is written.
+
+    On CPU nothing is copied here: the host sees a device's memory, and a step that is given it by donation copies it.
+    """
+    import orbax.checkpoint as ocp
+
+    plain = {path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in arrays.items()}
+    return asyncio.run(_handler().async_save(_path(folder), args=ocp.args.PyTreeSave(plain))) or []
+
+
+def own_files(folder: Path) -> list[Path]:
+    """What this process wrote."""
+    return files(folder / f"ocdbt.process_{jax.process_index()}")
+
+
+def merge(folder: Path) -> None:
+    """Makes the index of what all processes wrote; for one process, after all have written."""
+    _handler().finalize(_path(folder))
+
+
+def read(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads leaves into the shards of `wanted`, cast on the host, one shard at a time.
+
+    Args:
+      wanted: arrays or ShapeDtypeStructs by path; the first device where one has no sharding.
+    """
+    import orbax.checkpoint as ocp
+
+    plain = {path: _plain(leaf) for path, leaf in wanted.items()}
+    arguments = {
+        path: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array, sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        )
+        for path, leaf in plain.items()
+    }
+    found = _handler().restore(
+        _path(folder), args=ocp.args.PyTreeRestore(item=plain, restore_args=arguments, partial_restore=True)
+    )
+    return {path: _like(_owned(found.pop(path)), leaf) for path, leaf in wanted.items()}
+
+
+def files(folder: Path) -> list[Path]:
+    """All files under a folder, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed PRNG key."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+@functools.cache
+def _handler() -> Any:
+    """Orbax's reader and writer. Without compression: trained weights shrink by a tenth, for most of a save's time."""
+    import orbax.checkpoint as ocp
+
+    return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+
+def _path(path: Path) -> Any:
+    from etils import epath  # type: ignore[import-untyped]
+
+    return epath.Path(path)
+
+
+def _plain(leaf: Any) -> jax.ShapeDtypeStruct:
+    plain = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
+
+
+def _owned(array: jax.Array) -> jax.Array:
+    """An array that a step can take over. On CPU one made from numpy may lie in numpy's memory, which cannot be
+    donated: the first step would copy it.
+    """
+    on_cpu = all(device.platform == "cpu" for device in array.devices())
+    return jax.device_put(array, array.sharding, may_alias=False) if on_cpu else array
+
+
+def _like(array: jax.Array, leaf: Any) -> jax.Array:
+    if not is_key(leaf):
+        return array
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf)  # which asks for an array, or a traced one
+    return jax.random.wrap_key_data(array, impl=impls[0])
