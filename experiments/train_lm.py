@@ -3,26 +3,25 @@
     python -m experiments.train_lm --recipe llama_tiny_stdlib
     python -m experiments.train_lm --recipe llama_tiny_stdlib --set mesh="data=2 tensor=4" --set train.steps=200
     python -m experiments.train_lm --recipe llama_tiny_stdlib --set mesh="fsdp=-1" --devices 8 --set zero=2
-    python -m experiments.train_lm --recipe mypackage.recipes:big --out runs/big
-    python -m experiments.train_lm --recipe mypackage.recipes:big --out runs/big --resume
+    python -m experiments.train_lm --recipe mypackage.recipes:big --out runs/big     # again: goes on where it stopped
     python -m meshpar launch --processes 2 --devices 4 -- python -m experiments.train_lm --set mesh="data=2 tensor=4"
 
 On a machine without accelerators the script emulates as many CPU devices as the mesh has (8 when one axis is -1).
-The run folder gets config.json, metrics.jsonl, summary.json, losses.png, samples.txt, the tokenizer and checkpoints/.
+The run folder gets config.json, metrics.jsonl, tensorboard/, summary.json, losses.png, samples.txt, the tokenizer,
+weights.safetensors and checkpoints/. SIGTERM or Ctrl-C saves and ends; the same command then goes on from there.
 Several processes run this same command, started by `meshpar launch`, srun, mpirun or on a TPU pod; all must see the run
 folder, and the first one prints and writes.
+
+Exit codes: 0 done; 1 the run failed, with a sentence; 2 a bad value, before anything ran; 143 stopped by a signal.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
+import contextlib
 import itertools
-import json
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -31,14 +30,11 @@ from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()
-# What parameters, optimizer state and the order of the batches depend on: a resumed run must keep it.
-FIXED = ("model.", "data.", "optimizer.name", "optimizer.momentum", "precision.storage", "train.batch", "train.seed")
-FREE = ("data.prefetch",)
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+STOPPED = 143  # as the shell reports SIGTERM
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 after one sentence about a bad input."""
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.train_lm",
         description=__doc__,
@@ -59,7 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/RECIPE-TIME)")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="go on from the newest checkpoint in --out; auto starts a run where there is none (default: %(default)s)",
+    )
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT", help="where process 0 of several listens; usually detected"
     )
@@ -68,23 +69,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keys", action="store_true", help="list what --set takes, with its value in this recipe")
     options = parser.parse_args(arguments)
     try:
-        from meshpar.mesh.distributed import join, wait_for_all
+        from meshpar.mesh.distributed import is_first, join, wait_for_all
         from meshpar.train.recipe import apply_overrides, load_recipe
 
         recipe = apply_overrides(load_recipe(options.recipe), options.overrides)
         if options.keys:
             print_keys(recipe)
             return 0
-        if options.resume and options.out is None:
-            raise ValueError("--resume does not say which run to continue; name its folder with --out")
+        if options.resume == "always" and options.out is None:
+            raise ValueError("--resume always does not say which run to continue; name its folder with --out")
         join(options.coordinator, options.processes, options.process)
         job = prepare(options.recipe, recipe, options.out, devices=options.devices, resume=options.resume)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    train(job)
+    from meshpar.checkpoint.background import SaveError
+    from meshpar.train.trainer import Diverged
+
+    with job.lock:
+        if job.finished:
+            if is_first():
+                print(f"{job.out} has all {recipe.train.steps} steps behind it; set train.steps to more to go on")
+            return 0
+        try:
+            code = train(job)
+        except (Diverged, SaveError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     wait_for_all("finished")  # the first process still writes, and those that end do not wait for it long
-    return 0
+    return code
 
 
 def print_keys(recipe: Any) -> None:
@@ -107,22 +120,24 @@ class Job:
     name: str
     recipe: Any
     out: Path
+    lock: contextlib.ExitStack  # holds the folder until it is left
     training: Any
     dataset: Any
-    batches: Iterator[Any]  # from the first update that is left
+    batches: Iterator[Any]  # from the first step that is left
     checkpoints: Any
-    done: int  # updates that a resumed run has behind it
+    done: int  # steps that a resumed run has behind it
+    finished: bool  # whether nothing is left to do
     notes: list[str]  # what to tell about the run before it starts
 
 
-def prepare(name: str, recipe: Any, out: Path | None, *, devices: int | None, resume: bool) -> Job:
+def prepare(name: str, recipe: Any, out: Path | None, *, devices: int | None, resume: Any) -> Job:
     """Checks everything that a user can get wrong, and tokenises the data. `out` of None is named by recipe and time.
 
     Raises:
       ValueError: the first thing that is wrong, one sentence.
     """
     from meshpar.mesh.devices import choose_devices, use_compilation_cache
-    from meshpar.mesh.distributed import time_stamp, wait_for_all
+    from meshpar.mesh.distributed import is_first, time_stamp, wait_for_all
     from meshpar.module import abstract
 
     config, model_config = recipe.train, recipe.model
@@ -135,12 +150,14 @@ def prepare(name: str, recipe: Any, out: Path | None, *, devices: int | None, re
     out = out or Path("runs") / f"{name.split(':')[-1]}-{time_stamp()}"
 
     from meshpar.checkpoint.manager import Checkpoints
+    from meshpar.train import run_folder
     from meshpar.train.build import build
     from meshpar.train.data import open_dataset, train_batches
 
-    checkpoints = Checkpoints(out / "checkpoints", keep=config.keep)
-    done = updates_done(out, checkpoints, config.steps) if resume else refuse_old(out, checkpoints)
-    notes = [compare(out, recipe, done) if resume else "", warmup_note(recipe)]
+    checkpoints = Checkpoints(out / "checkpoints", keep=config.keep, best=config.keep_best, axes=model.axes)
+    notes: list[str] = []
+    done = run_folder.steps_done(out, checkpoints.newest_whole(log=notes.append), recipe, resume)
+    notes += [run_folder.resume_note(out, recipe, done), warmup_note(recipe)]
     training = build(
         model,
         tx,
@@ -158,66 +175,25 @@ def prepare(name: str, recipe: Any, out: Path | None, *, devices: int | None, re
             f"set model.vocab={dataset.vocab} or more"
         )
     batches = train_batches(dataset, batch=config.batch, start_step=done, own_rows=training.own_rows)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be made ({error.strerror}); name another folder") from None
-    if not os.access(out, os.W_OK):
-        raise ValueError(f"--out {out} cannot be written to; change its permissions, or name another folder")
+    held = contextlib.ExitStack()
+    if is_first():
+        held.enter_context(run_folder.lock(out))
+        if (checkpoints.latest() or 0) > done:
+            raise ValueError(f"another run has gone on in {out} meanwhile; start this one again")
     wait_for_all("checked")  # the first process changes the folder next, and the others may still look at it
     return Job(
         name=name,
         recipe=recipe,
         out=out,
+        lock=held,
         training=training,
         dataset=dataset,
         batches=batches,
         checkpoints=checkpoints,
         done=done,
+        finished=run_folder.is_finished(out, done, recipe),
         notes=[note for note in notes if note],
     )
-
-
-def refuse_old(out: Path, checkpoints: Any) -> int:
-    """0 when the folder is free for a new run."""
-    if not (out / "config.json").exists() and checkpoints.latest() is None:
-        return 0
-    fix = "choose another --out, or delete it" if checkpoints.latest() is None else "continue it with --resume"
-    raise ValueError(f"{out} holds a run already; {fix}")
-
-
-def updates_done(out: Path, checkpoints: Any, steps: int) -> int:
-    """The update that the newest checkpoint was written after; the last one, if only the results are missing."""
-    latest = checkpoints.latest()
-    if latest is None:
-        raise ValueError(f"{out} holds no checkpoint; leave --resume out to start there, or name the run's folder")
-    if latest > steps or (latest == steps and (out / "summary.json").exists()):
-        raise ValueError(f"{out} has {latest} updates behind it and train.steps={steps}; set train.steps to more")
-    return int(latest)
-
-
-def compare(out: Path, recipe: Any, done: int) -> str:
-    """Refuses a recipe that cannot go on from the checkpoints in `out`; returns what to tell about one that can."""
-    from meshpar.train.values import to_json
-
-    try:
-        before = flat(json.loads((out / "config.json").read_text())["recipe"])
-        earlier = before["train.steps"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{out / 'config.json'} does not tell the recipe of this run; restore that file") from None
-    now = flat(to_json(recipe))
-    changed = [
-        f"{key}={before[key]}, not {now[key]}"
-        for key in now
-        if key.startswith(FIXED) and key not in FREE and key in before and before[key] != now[key]
-    ]
-    if changed:
-        raise ValueError(f"{out} began with {', '.join(changed)}; give the recipe and --set that the run began with")
-    steps, optimizer = recipe.train.steps, recipe.optimizer
-    if optimizer.schedule == "constant" or steps in (earlier, done) or earlier <= optimizer.warmup:
-        return ""
-    old, new = (float(optimizer.learning_rate(count)(done)) for count in (earlier, steps))
-    return f"train.steps was {earlier} and is {steps}: the learning rate goes on at {new:.3g} instead of {old:.3g}"
 
 
 def warmup_note(recipe: Any) -> str:
@@ -231,23 +207,23 @@ def warmup_note(recipe: Any) -> str:
     )
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recipe's JSON as the keys that --set takes."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}".removeprefix("plan.")
-        found |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return found
-
-
-def train(job: Job) -> dict[str, Any]:
-    """Trains, evaluates, samples and leaves the run folder; returns its summary."""
-    from meshpar.mesh.distributed import is_first
+def train(job: Job) -> int:
+    """Trains, evaluates, samples and leaves the run folder; returns the exit code."""
+    from meshpar.checkpoint.weights import save_weights
+    from meshpar.mesh.distributed import is_first, joined
+    from meshpar.train import run_folder
+    from meshpar.train.clock import STEPS, Clock
     from meshpar.train.data import validation_batches
     from meshpar.train.metrics import JsonLines, Progress, as_json, flops_per_token, mfu, plot_losses
-    from meshpar.train.trainer import Hook, fit
+    from meshpar.train.nan_report import NanReport
+    from meshpar.train.profile import parse_steps, profile_hook
+    from meshpar.train.stop import Stop
+    from meshpar.train.tensorboard import TensorBoard
+    from meshpar.train.trainer import Hook, fit, in_flight
+    from meshpar.train.watchdog import Watchdog
 
     recipe, training, dataset, out, config = job.recipe, job.training, job.dataset, job.out, job.recipe.train
+    clock = Clock(since=START)
     begun = time.perf_counter()
     lines = JsonLines(out / "metrics.jsonl")
     losses: dict[int, float] = {}
@@ -258,6 +234,14 @@ def train(job: Job) -> dict[str, Any]:
     devices = list(training.mesh.devices.flat)
     rates = recipe.optimizer.rates(config.steps)  # all now: later they would wait for the step in flight
     progress = Progress(steps=config.steps, start=job.done, tokens=tokens, flops=flops, devices=devices)
+    watchdog = Watchdog(config.stall, start=job.done)
+    about = run_folder.describe_run(recipe, training)
+    board = TensorBoard(out / "tensorboard", start=job.done) if config.tensorboard and is_first() else None
+
+    def write(step: int, values: dict[str, Any]) -> None:
+        lines.write({"step": step, **values})
+        if board is not None:
+            board.write(step, values)
 
     def log_metrics(step: int, metrics: dict[str, float], seconds: float) -> None:
         losses[step] = metrics["loss"]
@@ -267,82 +251,135 @@ def train(job: Job) -> dict[str, Any]:
             "mfu": mfu(flops, seconds, devices),
         }
         rate = 0.0 if metrics.get("skipped") else float(rates[int(metrics["updates"]) - 1])  # the one that was applied
-        lines.write({"step": step, **metrics, "lr": rate, **speed})
+        write(step, {**metrics, "lr": rate, **speed})
         if step == job.done + 1:
             progress.log(f"first step after {time.perf_counter() - START:.1f} s from launch")
 
-    def validate(step: int, params: Any, limit: int | None) -> float:
+    def loss_of(params: Any, limit: int | None, source: str | None = None) -> float:
         nll = targets = 0.0
-        for batch in validation_batches(dataset, batch=config.batch, limit=limit, own_rows=training.own_rows):
+        rows = validation_batches(dataset, batch=config.batch, limit=limit, own_rows=training.own_rows, source=source)
+        for batch in rows:
             sums = training.evaluate(params, training.place(batch))
             nll, targets = nll + float(sums["nll"]), targets + float(sums["tokens"])
-        validation[step] = nll / targets
-        lines.write({"step": step, "validation_loss": validation[step]})
-        progress.log(f"step {step}/{config.steps}  validation loss {validation[step]:.4f}")
-        return validation[step]
+            watchdog.touch()
+        return nll / targets
+
+    def validate(step: int, params: Any, limit: int | None) -> None:
+        validation[step] = loss_of(params, limit)
+        values = {"validation_loss": validation[step]}
+        if len(dataset.sources) > 1:
+            values |= {f"validation_loss/{part.name}": loss_of(params, limit, part.name) for part in dataset.sources}
+        write(step, values)
+        of_sources = "".join(f", {name.partition('/')[2]} {loss:.4f}" for name, loss in [*values.items()][1:])
+        progress.log(f"step {step}/{config.steps}  validation loss {validation[step]:.4f}{of_sources}")
+
+    def save(step: int, state: Any) -> None:
+        extra = {**about, "step": step, "rows_read": step * config.batch}
+        job.checkpoints.save(step, state, extra=extra, metric=validation.get(step))
+        watchdog.touch()
 
     hooks = [
+        watchdog.hook(),
+        profile_hook(parse_steps(config.profile), out / "profile"),
         progress.hook(),
         Hook(on_metrics=log_metrics),
         Hook(
             on_state=lambda step, state: validate(step, state.params, config.eval_batches),
             when=lambda step: _due(step, config.eval_every) and step != config.steps,  # the last one follows below
+            cause="evaluation",
         ),
         Hook(
-            on_state=job.checkpoints.save,
-            when=lambda step: _due(step, config.checkpoint_every) or step == config.steps,
+            on_state=save,
+            when=lambda step: _due(step, config.checkpoint_every) and step != config.steps,
+            cause="checkpoints",
         ),
     ]
+    if config.nan_report:
+        hooks.insert(0, NanReport(training, recipe.objective).hook())
     progress.log(
         f"{job.name}: {training.model.size / 1e6:.2f}M parameters, mesh {training.plan.mesh} on "
         f"{devices[0].device_kind}, run folder {out}"
     )
     for note in job.notes:
         progress.log(note)
-    try:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(job.checkpoints.close)
+        if board is not None:
+            at_end.callback(board.close)
         # XLA compiles the step while the first state and batch are made; the loop's call then finds it compiled.
-        with concurrent.futures.ThreadPoolExecutor(1) as ahead:
+        with clock.during("compilation"), concurrent.futures.ThreadPoolExecutor(1) as ahead:
             compiled = ahead.submit(training.compile, packed=recipe.data.packed)
-            state = (
-                job.checkpoints.restore(training.abstract_state(), job.done) if job.done else training.init(config.seed)
-            )
+
+            def fresh() -> Any:
+                return training.init(config.seed)
+
+            if job.done:
+                with clock.during("restore"):
+                    target = training.abstract_state()
+                    state = job.checkpoints.restore(target, job.done, fresh=fresh, log=progress.log)
+            else:
+                state = fresh()
             batches = itertools.chain([next(job.batches)], job.batches)
             compiled.result()
         # only now does the folder change: a restore may fail
         if is_first():
             dataset.tokenizer.save(out)
-            write_config(job)
+            command = {"name": job.name, "processes": joined().processes, "command": sys.argv}
+            run_folder.write_config(out, {**command, **about})
             (out / "summary.json").unlink(missing_ok=True)  # of the steps that a resumed run has behind it
         for line in lines.rewind(job.done):
             losses |= {line["step"]: line["loss"]} if "loss" in line else {}
             validation |= {line["step"]: line["validation_loss"]} if "validation_loss" in line else {}
-        with progress:
-            state = fit(training, state, batches, start=job.done, steps=config.steps, hooks=hooks)
-    finally:
-        job.checkpoints.close()
+        with progress, watchdog, Stop(in_flight(training)) as stop:
+            state = fit(
+                training, state, batches, start=job.done, steps=config.steps, hooks=hooks, stop=stop, clock=clock
+            )
+            step = int(state.step)
+            if step == config.steps:
+                with clock.during("evaluation"):
+                    validate(step, state.params, None)
+            if step > job.done:
+                with clock.during("checkpoints"):
+                    save(step, state)
+                    job.checkpoints.wait()
+        if step < config.steps:
+            progress.log(
+                f"stopped by a signal after step {step} of {config.steps}; the same command goes on from there"
+            )
+            return STOPPED
 
-    final = validate(config.steps, state.params, None)
-    texts = sample_texts(job, state.params) if config.sample_tokens else []
+        with clock.during("results"):
+            weights = state.params if state.master is None else state.master
+            if config.export != "none":
+                dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.export]
+                save_weights(out / "weights.safetensors", weights, dtype=dtype, metadata=about)
+            texts = sample_texts(job, state.params) if config.sample_tokens else []
+            baselines = ngram_losses(dataset) if is_first() else {}
     if not is_first():
-        return {"steps": config.steps, "validation_loss": final}
-    baselines = ngram_losses(dataset)
+        return 0
     plot_losses(out / "losses.png", losses, validation, baselines)
     (out / "samples.txt").write_text("\n\n----\n\n".join(texts))
     for text in texts:
         progress.log(f"\n--- sampled ---\n{text}")
+    final = validation[config.steps]
     summary = {
         "steps": config.steps,
         "validation_loss": final,
         **{f"{kind}_loss": loss for kind, loss in baselines.items()},
         "seconds": time.perf_counter() - begun,
+        "goodput": clock.goodput(),
+        **{f"seconds_{cause}": seconds for cause, seconds in clock.seconds().items()},
     }
-    (out / "summary.json").write_text(as_json(summary, indent=1))
     beside = ", ".join(f"{kind} model {loss:.4f}" for kind, loss in baselines.items())
     progress.log(
         f"\nvalidation loss {final:.4f} nats a token (perplexity {perplexity(final):.1f}); of the same text: {beside}"
     )
+    waited = clock.seconds().get("data", 0.0)
+    trained = waited + clock.seconds().get(STEPS, 0.0)
+    progress.log(f"{clock.text()}; {waited / max(trained, 1e-9):.2%} of the loop waited for data")
     progress.log(f"loss curve: {out / 'losses.png'}\nrun folder: {out}")
-    return summary
+    (out / "summary.json").write_text(as_json(summary, indent=1))  # last: it says that nothing is left to do
+    return 0
 
 
 def perplexity(loss: float) -> float:
@@ -375,37 +412,6 @@ def sample_texts(job: Job, params: Any) -> list[str]:
     rows = sample(training.model, training.plan, training.mesh, params, prompts, new_tokens=new, seed=recipe.train.seed)
     # a model may have more tokens than its tokenizer, and early in training it samples them
     return [dataset.tokenizer.decode(token for token in row if token < dataset.vocab) for row in rows]
-
-
-def write_config(job: Job) -> None:
-    """Everything that the run was: resolved values, mesh, batch per device, versions."""
-    from meshpar.mesh.distributed import joined
-    from meshpar.train.values import to_json
-
-    training = job.training
-    rows = training.batch_sharding.shard_shape((training.batch, training.seq))[0]
-    values = {
-        "name": job.name,
-        "recipe": to_json(dataclasses.replace(job.recipe, plan=training.plan)),
-        "mesh": dict(training.mesh.shape),
-        "devices": [str(device) for device in training.mesh.devices.flat],
-        "processes": joined().processes,
-        "rows_per_device_and_microbatch": rows // training.plan.accumulate,
-        "parameters": training.model.size,
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
-        "command": sys.argv,
-    }
-    (job.out / "config.json").write_text(json.dumps(values, indent=1))
-
-
-def version(package: str) -> str:
-    """The installed version of a package."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

@@ -24,3 +24,10 @@ def backend_started() -> bool:
         return True
     config.update("jax_num_cpu_devices", current)
     return False
+
+
+def coordination_client() -> Any:
+    """The store of names and values that all processes of a job share; None with one process. jax keeps it private."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -9,6 +9,7 @@ Source: https://docs.jax.dev/en/latest/multi_process.html and `jax/_src/clusters
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar.compat import backend_started
+from meshpar.compat import backend_started, coordination_client
 from meshpar.mesh.emulate import emulate
 
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead; jax takes 100
@@ -99,6 +100,20 @@ def wait_for_all(where: str) -> None:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(where)
+
+
+def publish(name: str, value: str) -> None:
+    """Tells all processes a value under a name. The first to do so is heard, later ones are not."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the name is taken
+        coordination_client().key_value_set(name, value)
+
+
+def published(name: str) -> str | None:
+    """What a process has published under a name, None before; does not wait."""
+    try:
+        return str(coordination_client().key_value_try_get(name))
+    except jax.errors.JaxRuntimeError:  # there is no such name
+        return None
 
 
 def time_stamp() -> str:

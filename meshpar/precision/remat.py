@@ -7,11 +7,14 @@ they would undo ZeRO 3 (one whole copy of every layer) and cost one more pass ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import get_opaque_trace_state
 
 Remat = Literal["none", "full", "selective"]
 SAVE_NAMES: dict[str, str] = {
@@ -23,12 +26,30 @@ SAVE_NAMES: dict[str, str] = {
     "residual": "the residual stream inside a block",
 }
 
+_seen: ContextVar[tuple[Any, list[tuple[str, jax.Array]]] | None] = ContextVar("meshpar_seen_names", default=None)
+
 
 def save_name(x: jax.Array, name: str) -> jax.Array:
     """Tags `x` for selective rematerialisation. Raises ValueError for a name that is not in `SAVE_NAMES`."""
     if name not in SAVE_NAMES:
         raise ValueError(f"save_name={name!r} is not one of {', '.join(SAVE_NAMES)}; choose one of them")
+    seen = _seen.get()
+    if seen is not None and seen[0] == get_opaque_trace_state(convention="meshpar"):
+        seen[1].append((name, x))
     return checkpoint_name(x, name)
+
+
+@contextmanager
+def seen_names() -> Iterator[list[tuple[str, jax.Array]]]:
+    """Collects the tagged values of the code in the `with` block, in order; not those of inner traces, which cannot
+    leave them.
+    """
+    seen: list[tuple[str, jax.Array]] = []
+    token = _seen.set((get_opaque_trace_state(convention="meshpar"), seen))
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
 
 
 def remat(

@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from meshpar.plan import Plan
 from meshpar.train.data import DataConfig
 from meshpar.train.optimizer import OptimizerConfig
+from meshpar.train.profile import parse_steps
 from meshpar.train.step import Objective
+
+Export = Literal["fp32", "bf16", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,13 @@ class RunConfig:
     eval_batches: int = 16  # at most so many validation batches; a full pass at the end
     checkpoint_every: int = 0  # 0: only at the end
     keep: int = 2  # newest checkpoints that stay
+    keep_best: int = 0  # checkpoints with the lowest validation loss that stay besides; they need eval_every
     sample_tokens: int = 96  # of each sampled text at the end; 0 samples nothing
+    export: Export = "fp32"  # weights.safetensors at the end, in this dtype; "none" writes none
+    tensorboard: bool = True  # the metrics for TensorBoard, beside metrics.jsonl
+    profile: str = ""  # steps to trace: "12", or "12:15"
+    nan_report: bool = False  # name the first tensor that is not finite; costs a copy of the parameters in each step
+    stall: float = 600.0  # seconds of silence after which the watchdog says which step hangs; 0: never
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -35,6 +44,7 @@ class RunConfig:
             ("eval_batches", 1),
             ("checkpoint_every", 0),
             ("keep", 1),
+            ("keep_best", 0),
             ("sample_tokens", 0),
         ):
             value, most = getattr(self, name), 2**32 - 1 if name == "seed" else 2**31 - 1  # uint32 and int32 on devices
@@ -42,6 +52,15 @@ class RunConfig:
                 raise ValueError(f"train.{name}={value} must be at least {least}; use {least} or more")
             if value > most:
                 raise ValueError(f"train.{name}={value} must be at most {most}; use {most} or less")
+        if self.export not in get_args(Export):
+            raise ValueError(f"train.export={self.export!r} is not one of {', '.join(get_args(Export))}; choose one")
+        if not self.stall >= 0:
+            raise ValueError(f"train.stall={self.stall} must be at least 0 seconds; 0 turns the watchdog off")
+        if self.keep_best and not self.eval_every:
+            raise ValueError(f"train.keep_best={self.keep_best} needs losses to compare; set train.eval_every")
+        traced = parse_steps(self.profile)
+        if traced and traced[-1] > self.steps:
+            raise ValueError(f"train.profile={self.profile} ends after train.steps={self.steps}; name earlier steps")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,9 +16,12 @@ from typing import Any
 
 import jax
 import pytest
+from safetensors import safe_open
 
 from experiments.train_lm import main, perplexity
+from meshpar.train.metrics import JsonLines
 from meshpar.train.optimizer import OptimizerConfig
+from meshpar.train.run_folder import lock
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = {
@@ -137,7 +143,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(text: Path, tmp_path: Pa
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')
     (folder / "checkpoints" / "4").rename(tmp_path / "gone")
-    assert main([*arguments(text), "--out", str(folder), "--resume"]) == 0
+    assert main([*arguments(text), "--out", str(folder)]) == 0
     assert [line["step"] for line in metrics_of(folder) if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert losses_of(folder) == losses_of(finished.folder)
 
@@ -147,11 +153,12 @@ def test_a_run_that_was_killed_before_its_results_is_finished(text: Path, tmp_pa
     shutil.copytree(finished.folder, folder)
     for name in ("summary.json", "losses.png", "samples.txt"):
         (folder / name).unlink()
-    assert main([*arguments(text), "--out", str(folder), "--resume"]) == 0
+    assert main([*arguments(text), "--out", str(folder)]) == 0
     for name in ("losses.png", "samples.txt"):
         assert (folder / name).exists()
-    summaries = [json.loads((run / "summary.json").read_text()) for run in (folder, finished.folder)]
-    assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
+    one, other = (json.loads((run / "summary.json").read_text()) for run in (folder, finished.folder))
+    for name in ("steps", "validation_loss", "bigram_loss"):
+        assert one[name] == other[name]
     assert losses_of(folder) == losses_of(finished.folder)
 
 
@@ -161,19 +168,20 @@ def test_another_number_of_steps_tells_the_jump_of_the_learning_rate(
     printed: list[str] = []
     monkeypatch.setattr("rich.console.Console.print", lambda self, line="", **_: printed.append(str(line)))
     shutil.copytree(finished.folder, tmp_path / "run")
-    longer = arguments(text, train__steps=10, optimizer__schedule="cosine", mesh="fsdp=2", accumulate=2)
-    assert main([*longer, "--out", str(tmp_path / "run"), "--resume"]) == 0
+    longer = arguments(
+        text, train__steps=10, optimizer__schedule="cosine", mesh="fsdp=2", accumulate=2, precision__storage="copy"
+    )
+    assert main([*longer, "--out", str(tmp_path / "run")]) == 0
     # the cosine over 6 updates has ended at update 6: a tenth of 3e-3; over 10 it is half-way: 0.55
     told = "train.steps was 6 and is 10: the learning rate goes on at 0.00165 instead of 0.0003"
     assert printed.count(told) == 1
+    assert any(line.startswith("restoring step 6, written on data=2 tensor=2, onto fsdp=2") for line in printed)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 10
 
 
-def test_a_diverged_run_ends_and_leaves_valid_json_and_logging_asks_no_device(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_diverged_run_ends_with_a_sentence_and_valid_json_and_logging_asks_no_device(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
-    printed: list[str] = []
-    monkeypatch.setattr("rich.console.Console.print", lambda self, line="", **_: printed.append(str(line)))
     schedule_of = OptimizerConfig.learning_rate
 
     def traced_only(self: OptimizerConfig, steps: int) -> Any:
@@ -184,16 +192,64 @@ def test_a_diverged_run_ends_and_leaves_valid_json_and_logging_asks_no_device(
         return rate
 
     monkeypatch.setattr(OptimizerConfig, "learning_rate", traced_only)
-    assert main([*arguments(text, optimizer__lr=1e30), "--out", str(tmp_path / "run")]) == 0
+    wild = arguments(text, optimizer__lr=1e30, train__checkpoint_every=1, train__keep=9)
+    assert main([*wild, "--out", str(tmp_path / "run")]) == 1
 
     def refuse(constant: str) -> None:
         pytest.fail(f"{constant} is no JSON")
 
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line, parse_constant=refuse).get("loss") for line in lines]
-    assert None in losses[2:]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=refuse)
-    assert summary["validation_loss"] is None
+    last = [line for text in lines if "loss" in (line := json.loads(text, parse_constant=refuse))][-1]
+    assert None in (last["loss"], last["grad_norm"])
+    wrong = last["step"]
+    printed = capsys.readouterr().err
+    assert re.search(rf"error: the (loss|grad_norm) of step {wrong} is (inf|nan), and its update spoilt", printed)
+    # what was saved is from before
+    assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == wrong - 1
+
+
+def test_a_run_names_the_first_tensor_that_is_not_finite_on_request(text: Path, tmp_path: Path, capsys: Capsys) -> None:
+    wild = arguments(text, optimizer__lr=1e30, train__nan_report=True)
+    assert main([*wild, "--out", str(tmp_path / "run")]) == 1
+    assert "the first tensor that is not finite is: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(
+    number: signal.Signals, text: Path, tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = JsonLines.write
+
+    def write_and_signal(self: JsonLines, values: dict[str, Any]) -> None:
+        write(self, values)
+        if values["step"] == 3 and "loss" in values:
+            os.kill(os.getpid(), number)
+
+    command = [*arguments(text, train__checkpoint_every=0), "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLines, "write", write_and_signal)
+        assert main(command) == 143
+    saved = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert len(saved) == 1 and 3 <= saved[0] < 6
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert main(command) == 0
+    assert losses_of(tmp_path / "run") == losses_of(finished.folder)
+    data = [[line["data"] for line in metrics_of(run) if "loss" in line] for run in (tmp_path / "run", finished.folder)]
+    assert data[0] == data[1] and len(set(data[0])) == 6
+
+
+def test_weights_curves_profile_and_goodput_are_left_behind(text: Path, tmp_path: Path) -> None:
+    command = arguments(text, train__steps=3, train__profile="2:3", train__export="bf16", train__sample_tokens=0)
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    with safe_open(tmp_path / "weights.safetensors", framework="flax") as weights:
+        table = weights.get_tensor("embedding/table")
+        assert "embedding/table" in weights.keys() and table.dtype == jax.numpy.bfloat16  # noqa: SIM118
+        assert json.loads(weights.metadata()["meshpar"])["recipe"]["model"]["embed"] == 32
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 0 < summary["goodput"] < 1
+    assert {"seconds_start", "seconds_compilation", "seconds_steps", "seconds_data"} <= set(summary)
 
 
 @pytest.mark.parametrize(("loss", "shown"), [(1.0, "2.7"), (1e4, "inf"), (math.inf, "inf"), (math.nan, "nan")])
@@ -291,7 +347,7 @@ def test_a_bad_value_is_one_sentence_and_leaves_no_folder(
         ),
         (["--recipe", "nowhere:tiny"], "no module 'nowhere' here"),
         (["--set", "train.steps"], "override 'train.steps' is not key=value"),
-        (["--resume"], "--resume does not say which run to continue; name its folder with --out"),
+        (["--resume", "always"], "--resume always does not say which run to continue; name its folder with --out"),
     ],
 )
 def test_a_bad_option_is_one_sentence(command: list[str], sentence: str, text: Path, capsys: Capsys) -> None:
@@ -313,18 +369,31 @@ def test_a_text_shorter_than_a_batch_is_one_sentence(tmp_path: Path, capsys: Cap
     assert not (tmp_path / "run").exists()
 
 
-def test_an_old_run_is_neither_overwritten_nor_continued_unasked(
-    text: Path, tmp_path: Path, finished: Finished, capsys: Capsys
-) -> None:
+def test_an_old_run_is_not_overwritten(text: Path, tmp_path: Path, finished: Finished, capsys: Capsys) -> None:
     before = (finished.folder / "metrics.jsonl").read_bytes()
-    assert "continue it with --resume" in refused([*arguments(text), "--out", str(finished.folder)], capsys)
-    again = [*arguments(text), "--out", str(finished.folder), "--resume"]
-    assert "has 6 updates behind it and train.steps=6" in refused(again, capsys)
+    again = [*arguments(text), "--out", str(finished.folder)]
+    assert "holds a run already; leave --resume out to go on" in refused([*again, "--resume", "never"], capsys)
+    shorter = [*arguments(text, train__steps=5), "--out", str(finished.folder)]
+    assert "has 6 steps behind it and train.steps=5" in refused(shorter, capsys)
+    assert main(again) == 0
+    assert "has all 6 steps behind it; set train.steps to more to go on" in capsys.readouterr().out
     assert (finished.folder / "metrics.jsonl").read_bytes() == before
-    crashed = tmp_path / "crashed"  # a run that ended before its first checkpoint
-    crashed.mkdir()
-    (crashed / "config.json").write_text("{}")
-    assert "choose another --out, or delete it" in refused([*arguments(text), "--out", str(crashed)], capsys)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
+    text: Path, tmp_path: Path, finished: Finished
+) -> None:
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((finished.folder / name).read_bytes())
+    assert main([*arguments(text, train__sample_tokens=0, train__export="none"), "--out", str(tmp_path)]) == 0
+    assert losses_of(tmp_path) == losses_of(finished.folder)
+
+
+def test_two_runs_in_one_folder_refuse_each_other(text: Path, tmp_path: Path, capsys: Capsys) -> None:
+    with lock(tmp_path / "run"):
+        sentence = refused([*arguments(text), "--out", str(tmp_path / "run")], capsys)
+    assert f"is in use by process {os.getpid()} on" in sentence
+    lock(tmp_path / "run").close()  # which the end of the first has made free
 
 
 @pytest.mark.parametrize("folder", ["{text}", "{text}/run", "/proc/run"])
@@ -353,7 +422,6 @@ def test_a_fixed_mesh_is_checked_before_devices_are_emulated(
 
 CHANGED: list[tuple[dict[str, Any], str]] = [
     ({"model__embed": 64}, "began with model.embed=32, not 64"),
-    ({"precision__storage": "copy"}, "began with precision.storage=cast, not copy"),
     ({"optimizer__name": "sgd"}, "began with optimizer.name=adamw, not sgd"),
     ({"data__seed": 1, "train__seed": 1}, "began with data.seed=0, not 1, train.seed=0, not 1; give the recipe and"),
     ({"train__batch": 16}, "began with train.batch=8, not 16"),
@@ -365,7 +433,7 @@ def test_a_run_is_not_continued_as_another(
     changes: dict[str, Any], sentence: str, text: Path, finished: Finished, capsys: Capsys
 ) -> None:
     before = {name: (finished.folder / name).read_bytes() for name in ("config.json", "metrics.jsonl", "summary.json")}
-    again = [*arguments(text, train__steps=8, **changes), "--out", str(finished.folder), "--resume"]
+    again = [*arguments(text, train__steps=8, **changes), "--out", str(finished.folder)]
     assert sentence in refused(again, capsys)
     assert {name: (finished.folder / name).read_bytes() for name in before} == before
 
@@ -392,14 +460,14 @@ def test_a_run_whose_recipe_is_lost_is_not_continued(
         (tmp_path / "run" / "config.json").unlink(missing_ok=True)
         if content is not None:
             (tmp_path / "run" / "config.json").write_text(content)
-        again = [*arguments(text, train__steps=8), "--out", str(tmp_path / "run"), "--resume"]
+        again = [*arguments(text, train__steps=8), "--out", str(tmp_path / "run")]
         assert "config.json does not tell the recipe of this run" in refused(again, capsys)
 
 
 def test_a_restore_that_fails_leaves_the_folder_as_it_was(
     text: Path, tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise OSError("the disk is gone")
 
     monkeypatch.setattr("meshpar.checkpoint.manager.Checkpoints.restore", broken)
@@ -409,7 +477,7 @@ def test_a_restore_that_fails_leaves_the_folder_as_it_was(
         file.write('{"step": 7, "loss": 0.0}\n')
     before = {name: (folder / name).read_bytes() for name in ("config.json", "metrics.jsonl", "summary.json")}
     with pytest.raises(OSError, match="the disk is gone"):
-        main([*arguments(text, train__steps=8, optimizer__lr=1e-3), "--out", str(folder), "--resume"])
+        main([*arguments(text, train__steps=8, optimizer__lr=1e-3), "--out", str(folder)])
     assert {name: (folder / name).read_bytes() for name in before} == before
 
 
@@ -422,12 +490,12 @@ def test_a_run_that_goes_on_has_no_summary_before_it_ends(
     monkeypatch.setattr("meshpar.train.trainer.fit", killed)
     shutil.copytree(finished.folder, tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        main([*arguments(text, train__steps=8), "--out", str(tmp_path / "run"), "--resume"])
+        main([*arguments(text, train__steps=8), "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_resuming_without_a_checkpoint_is_one_sentence(text: Path, tmp_path: Path, capsys: Capsys) -> None:
-    sentence = refused([*arguments(text), "--out", str(tmp_path / "run"), "--resume"], capsys)
+    sentence = refused([*arguments(text), "--out", str(tmp_path / "run"), "--resume", "always"], capsys)
     assert "holds no checkpoint; leave --resume out to start there" in sentence
     assert not (tmp_path / "run").exists()
 
