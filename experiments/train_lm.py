@@ -241,7 +241,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def train(job: Job) -> dict[str, Any]:
     """Trains, evaluates, samples and leaves the run folder; returns its summary."""
-    from meshpar.mesh.distributed import is_first
+    from meshpar.mesh.distributed import is_first, wait_for_all
     from meshpar.train.data import validation_batches
     from meshpar.train.metrics import JsonLines, Progress, as_json, flops_per_token, mfu, plot_losses
     from meshpar.train.trainer import Hook, fit
@@ -306,6 +306,7 @@ def train(job: Job) -> dict[str, Any]:
             )
             batches = itertools.chain([next(job.batches)], job.batches)
             compiled.result()
+        wait_for_all("compiled")  # processes on CPU give up on one that is half a minute late for a first collective
         # only now does the folder change: a restore may fail
         if is_first():
             dataset.tokenizer.save(out)

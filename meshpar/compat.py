@@ -24,3 +24,15 @@ def backend_started() -> bool:
         return True
     config.update("jax_num_cpu_devices", current)
     return False
+
+
+def wait_at_barrier(name: str, seconds: int) -> None:
+    """Returns when every process of `jax.distributed.initialize` has called this with `name`; raises after `seconds`.
+
+    jax's public barrier, `multihost_utils.sync_global_devices`, is a collective, and on CPU the first one of a group
+    gives up on processes that come half a minute late. This one asks the coordinator, as Orbax does.
+    """
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    client.wait_at_barrier(name, seconds * 1000)
