@@ -210,7 +210,7 @@ def warmup_note(recipe: Any) -> str:
 def train(job: Job) -> int:
     """Trains, evaluates, samples and leaves the run folder; returns the exit code."""
     from meshpar.checkpoint.weights import save_weights
-    from meshpar.mesh.distributed import is_first, joined
+    from meshpar.mesh.distributed import is_first, joined, wait_for_all
     from meshpar.train import run_folder
     from meshpar.train.clock import STEPS, Clock
     from meshpar.train.data import validation_batches
@@ -321,6 +321,7 @@ def train(job: Job) -> int:
                 state = fresh()
             batches = itertools.chain([next(job.batches)], job.batches)
             compiled.result()
+        wait_for_all("compiled")  # processes on CPU give up on one that is half a minute late for a first collective
         # only now does the folder change: a restore may fail
         if is_first():
             dataset.tokenizer.save(out)

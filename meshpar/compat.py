@@ -31,3 +31,12 @@ def coordination_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def wait_at_barrier(name: str, seconds: int) -> None:
+    """Returns when every process of `jax.distributed.initialize` has called this with `name`; raises after `seconds`.
+
+    jax's public barrier, `multihost_utils.sync_global_devices`, is a collective, and on CPU the first one of a group
+    gives up on processes that come half a minute late. This one asks the coordinator, as Orbax does.
+    """
+    coordination_client().wait_at_barrier(name, seconds * 1000)

@@ -22,11 +22,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar.compat import backend_started, coordination_client
+from meshpar.compat import backend_started, coordination_client, wait_at_barrier
 from meshpar.mesh.emulate import emulate
 
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead; jax takes 100
 SHUTDOWN = 40  # seconds that a process waits at its end for the others, such as those that failed; jax takes 300
+_DAY = 24 * 3600
 _GOOGLE = "0x1ae0"  # the PCI vendor of TPU chips
 
 
@@ -97,9 +98,7 @@ def is_first() -> bool:
 def wait_for_all(where: str) -> None:
     """Returns when every process has come to the place of that name; at once where there is one process."""
     if _joined.processes > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(where)
+        wait_at_barrier(f"meshpar {where}", _DAY)  # that long only for one that works: jax notices the dead
 
 
 def publish(name: str, value: str) -> None:

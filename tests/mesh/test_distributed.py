@@ -204,19 +204,28 @@ def test_joining_after_jax_has_started_is_refused() -> None:
     assert done.stdout.startswith("jax has already started in this process; call join() before")
 
 
-def test_two_real_processes_make_one_mesh_and_name_their_run_alike() -> None:
-    program = (
-        "from meshpar.mesh.distributed import is_first, join, time_stamp, wait_for_all\n"
-        "join()\n"
-        "import jax, jax.numpy as jnp, os\n"
-        "del os.environ['MESHPAR_STARTED']\n"
-        "spread = jax.NamedSharding(jax.make_mesh((4,), ('data',)), jax.P('data'))\n"
-        "numbers = jax.make_array_from_callback((4,), spread, lambda index: jnp.arange(4.0)[index])\n"
-        "print(is_first(), jax.local_device_count(), float(numbers.sum()), time_stamp())\n"
-        "wait_for_all('the end')"
-    )
+MEET = """
+from meshpar.mesh.distributed import is_first, join, time_stamp, wait_for_all
+join()
+import jax, jax.numpy as jnp, os, pathlib, sys, time
+del os.environ["MESHPAR_STARTED"]
+spread = jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P("data"))
+numbers = jax.make_array_from_callback((4,), spread, lambda index: jnp.arange(4.0)[index])
+print(is_first(), jax.local_device_count(), float(numbers.sum()), time_stamp())
+late, file = float(sys.argv[1]), pathlib.Path(sys.argv[2])
+wait_for_all("a place")
+if is_first():
+    time.sleep(late)
+    file.touch()
+wait_for_all("a place")
+assert file.exists()
+"""
+
+
+@pytest.mark.parametrize("late", ["1", pytest.param("35", marks=pytest.mark.slow)])  # jax's barrier takes 30 s on CPU
+def test_two_real_processes_make_one_mesh_and_wait_for_one_another(late: str, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "meshpar", "launch", "--processes", "2", "--devices", "2", "--"]
-    run = [*launcher, sys.executable, "-c", program]
+    run = [*launcher, sys.executable, "-c", MEET, late, str(tmp_path / "file")]
     done = subprocess.run(run, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     first, second = sorted(done.stdout.splitlines())
