@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL for those that are left: they wait for one that is gone
 BAD_INPUT = 2  # the exit code of a wrong flag or value, which no restart makes right
 _POLL = 0.05  # seconds between two looks at the processes
+
+# What gloo, the communication between CPU processes, prints for each device and group that it connects.
+_GLOO = re.compile(rb"\[Gloo\] Rank |is connected to|peer ranks\. Expected number of connected peer ranks is :|[\d\s]")
 
 EXAMPLES = """\
 examples:
@@ -121,14 +125,16 @@ class _Attempt:
     """The processes of one start, from their start to the end of the last one."""
 
     def __init__(self, command: Sequence[str], processes: int, surroundings: dict[str, str]):
-        self.signalled = False  # whether somebody asked us to stop
+        self._signals: list[int] = []  # that we got
+        self._handed_on = 0  # how many of them the members got
         self._members: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
         self._command, self._processes, self._surroundings = command, processes, surroundings
         self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> _Attempt:
-        self._handlers.enter_context(_on_signals(self._hand_on))
+        # only noted: a handler may run before the member that it would have to tell is known
+        self._handlers.enter_context(_on_signals(self._signals.append))
         try:
             for number in range(self._processes):
                 self._start(number)
@@ -141,9 +147,15 @@ class _Attempt:
         self._end_all()
         self._handlers.close()
 
+    @property
+    def signalled(self) -> bool:
+        """Whether somebody asked us to stop."""
+        return bool(self._signals)
+
     def wait(self) -> int:
         """The exit code of the process that dies first, after the others were ended; 0 when all end well."""
         while True:
+            self._hand_on()
             codes = [member.poll() for member in self._members]
             failed = [number for number, code in enumerate(codes) if code]
             if failed:
@@ -173,10 +185,11 @@ class _Attempt:
         reader.start()
         self._readers.append(reader)
 
-    def _hand_on(self, number: int) -> None:
+    def _hand_on(self) -> None:
         """Gives the first signal to all, and kills all at the second."""
-        self._send(signal.SIGKILL if self.signalled else signal.Signals(number))
-        self.signalled = True
+        while self._handed_on < len(self._signals):
+            self._send(signal.SIGKILL if self._handed_on else signal.Signals(self._signals[0]))
+            self._handed_on += 1
 
     def _send(self, what: signal.Signals) -> None:
         for member in self._members:
@@ -185,9 +198,11 @@ class _Attempt:
                     os.killpg(member.pid, what)
 
     def _end_all(self) -> None:
-        self._send(signal.SIGTERM)
+        if not self._handed_on:  # those that were told already may be about to save
+            self._send(signal.SIGTERM)
         until = time.monotonic() + GRACE
         while time.monotonic() < until and any(member.poll() is None for member in self._members):
+            self._hand_on()
             time.sleep(_POLL)
         self._send(signal.SIGKILL)
         for member in self._members:
@@ -198,8 +213,13 @@ class _Attempt:
 
 def _print_behind(prefix: bytes, member: subprocess.Popen[bytes]) -> None:
     assert member.stdout is not None
+    of_gloo = 0  # lines that its threads began and did not end: they print into one another
     with member.stdout as lines:
         for line in lines:
+            of_gloo += line.count(b"[Gloo] Rank ")
+            if of_gloo and not _GLOO.sub(b"", line):
+                of_gloo -= 1
+                continue
             text = (prefix + line.rstrip(b"\r\n") + b"\n").decode(errors="replace")
             sys.stdout.write(text)  # one write a line, so that lines of two processes do not mix
             sys.stdout.flush()
@@ -219,9 +239,12 @@ def _how(code: int) -> str:
 
 
 @contextlib.contextmanager
-def _on_signals(action: Callable[[int], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `action` meanwhile."""
-    before = {which: signal.signal(which, lambda got, _: action(got)) for which in (signal.SIGTERM, signal.SIGINT)}
+def _on_signals(action: Callable[[int], object]) -> Iterator[None]:
+    """SIGTERM, SIGINT and the end of the terminal, unless nohup ignores it, call `action` meanwhile."""
+    stopping = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        stopping.append(signal.SIGHUP)
+    before = {which: signal.signal(which, lambda got, _: action(got)) for which in stopping}
     try:
         yield
     finally:

@@ -69,6 +69,15 @@ def test_lines_come_when_they_are_printed() -> None:
         process.wait(timeout=15)
 
 
+def test_what_gloo_tells_of_its_connections_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    gloo = "[Gloo] Rank {} is connected to 3 peer ranks. Expected number of connected peer ranks is : "
+    first, second = gloo.format(1), gloo.format(2)
+    program = f"print(17); print({first + second + '3'!r}); print(3); print({'[Gloo] Rank ' + second + '3'!r})"
+    program += f"; print({first.removeprefix('[Gloo] Rank ') + '3'!r}); print(18); print('\\n[Gloo] Rank', 'one')"
+    assert run(program, "--processes", "1") == 0
+    assert capsys.readouterr().out.splitlines() == ["[0] 17", "[0] 18", "[0] ", "[0] [Gloo] Rank one"]
+
+
 @pytest.mark.parametrize(
     ("death", "how", "code"),
     [

@@ -70,8 +70,8 @@ def choose_devices(spec: MeshSpec, count: int | None) -> Sequence[jax.Device]:
         )
     if processes > 1 and wanted < len(devices):
         raise ValueError(
-            f"{wanted} devices asked for and the {processes} processes have {len(devices)}; use them all, or launch fewer "
-            "processes"
+            f"{wanted} devices asked for and the {processes} processes have {len(devices)}; use them all, or launch "
+            "fewer processes"
         )
     return devices[:wanted]
 

@@ -1,4 +1,5 @@
-"""Many processes as one: `join` makes this process one of those that run the same program, each with devices of its own.
+"""Many processes as one: `join` makes this process one of those that run the same program, each with devices of its
+own.
 
 How many there are and which one this is comes from the arguments, else from `python -m meshpar launch`, else from what
 Open MPI, SLURM or a TPU pod tell each process, where jax finds the address of process 0 by itself. With none of these
@@ -38,9 +39,7 @@ class Cluster:
     coordinator: str | None = None  # host:port where process 0 listens; None: jax finds it
     method: str | None = None  # what jax is told to find the coordinator by
     devices: int | None = None  # CPU devices that this process emulates; None: whatever it finds
-    local_devices: tuple[int, ...] | None = (
-        None  # numbers of the host's GPUs that are this process's; None: jax chooses
-    )
+    local_devices: tuple[int, ...] | None = None  # numbers of this process's GPUs on its host; None: jax chooses
 
 
 _joined = Cluster(source="one process")
@@ -128,24 +127,17 @@ def find(
     """What `join` would join, from its arguments and the environment variables of this process; touches nothing.
 
     Raises:
-      ValueError: the arguments are incomplete or out of range.
+      ValueError: the arguments, or the variables in their stead, are incomplete or out of range.
     """
     flags = {"--coordinator": coordinator, "--processes": processes, "--process": process}
-    if missing := [name for name, value in flags.items() if value is None]:
-        if len(missing) < 3:
-            given = " and ".join(name for name in flags if name not in missing)
-            raise ValueError(f"{given} came without {' and '.join(missing)}; give all three, or none of them")
-    else:
-        return _checked(coordinator, processes, process)
-    if "MESHPAR_PROCESSES" in environment:
+    variables = {
+        name: environment.get(name) for name in ("MESHPAR_COORDINATOR", "MESHPAR_PROCESSES", "MESHPAR_PROCESS")
+    }
+    if given := _given("flags", flags):
+        return given
+    if given := _given("launch", variables):
         devices = environment.get("MESHPAR_DEVICES")
-        return Cluster(
-            source="launch",
-            processes=int(environment["MESHPAR_PROCESSES"]),
-            process=int(environment["MESHPAR_PROCESS"]),
-            coordinator=environment["MESHPAR_COORDINATOR"],
-            devices=int(devices) if devices else None,
-        )
+        return replace(given, devices=int(devices) if devices else None)
     # Open MPI comes first: mpirun inside a SLURM job leaves it the variables of a single task.
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         return Cluster(
@@ -155,7 +147,7 @@ def find(
             method="ompi" if "OMPI_MCA_orte_hnp_uri" in environment else "mpi4py",  # Open MPI 5 names no address
             local_devices=_gpus(environment, alone=environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"),
         )
-    # The list of the step's nodes is there under srun alone: a batch script is one process, however many tasks it asks for.
+    # Only srun lists the step's nodes: a batch script is one process, however many tasks its job has.
     if int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in environment:
         on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")  # such as 8(x2),4
         return Cluster(
@@ -165,7 +157,7 @@ def find(
             method="slurm",
             local_devices=_gpus(environment, alone=all(re.fullmatch(r"1(\(x\d+\))?", node) for node in on_nodes)),
         )
-    if _pod_in(environment) or _has_tpu():
+    if environment.get("JAX_PLATFORMS") != "cpu" and (_pod_in(environment) or _has_tpu()):
         return Cluster(source="tpu pod")
     return Cluster(source="one process")
 
@@ -186,15 +178,25 @@ def arguments(cluster: Cluster) -> dict[str, Any]:
     return given
 
 
-def _checked(coordinator: str | None, processes: int | None, process: int | None) -> Cluster:
-    assert coordinator is not None and processes is not None and process is not None
-    if not re.fullmatch(r".+:\d+", coordinator):
-        raise ValueError(f"--coordinator {coordinator} names no port; write it as HOST:PORT, such as 10.0.0.1:1234")
-    if processes < 1:
-        raise ValueError(f"--processes {processes} is below 1; give the number of processes of the whole job")
-    if not 0 <= process < processes:
-        raise ValueError(f"--process {process} is not one of {processes} processes; use 0 to {processes - 1}")
-    return Cluster(source="flags", processes=processes, process=process, coordinator=coordinator)
+def _given(source: str, values: Mapping[str, str | int | None]) -> Cluster | None:
+    """The cluster that coordinator, processes and process, in this order and by their names, spell; None where none
+    is given.
+    """
+    missing = [name for name, value in values.items() if value is None]
+    if len(missing) == len(values):
+        return None
+    if missing:
+        given = " and ".join(name for name in values if name not in missing)
+        raise ValueError(f"{given} came without {' and '.join(missing)}; give all three, or none of them")
+    coordinator, *numbers = (f"{name} {value}" for name, value in values.items())
+    address, processes, process = (str(value) for value in values.values())
+    if not re.fullmatch(r".+:\d+", address):
+        raise ValueError(f"{coordinator} names no port; write it as HOST:PORT, such as 10.0.0.1:1234")
+    if not re.fullmatch(r"0*[1-9]\d*", processes):
+        raise ValueError(f"{numbers[0]} is no number above 0; give the number of processes of the whole job")
+    if not re.fullmatch(r"\d+", process) or int(process) >= int(processes):
+        raise ValueError(f"{numbers[1]} is not one of {processes} processes; use 0 to {int(processes) - 1}")
+    return Cluster(source=source, processes=int(processes), process=int(process), coordinator=address)
 
 
 def _gpus(environment: Mapping[str, str], *, alone: bool) -> tuple[int, ...] | None:

@@ -66,8 +66,8 @@ class Training:
         """Which rows of the global batch the devices of this process hold, ascending int [rows]: all where there is one
         process, and the same in processes that differ in no axis of the batch.
         """
-        held = self.batch_sharding.addressable_devices_indices_map((self.batch, self.seq)).values()
-        return np.unique(np.concatenate([np.arange(self.batch)[rows] for rows, _ in held]))
+        held: Any = self.batch_sharding.addressable_devices_indices_map((self.batch, self.seq))
+        return np.unique(np.concatenate([np.arange(self.batch)[rows] for rows, _ in held.values()]))
 
     def place(self, batch: Batch) -> Batch:
         """The rows `own_rows` of a global batch, from host memory onto the devices.
@@ -81,7 +81,7 @@ class Training:
         def placed_leaf(leaf: Any) -> jax.Array:
             mine = np.asarray(leaf)
 
-            def of_device(index: tuple[slice, ...]) -> np.ndarray:
+            def of_device(index: Any) -> np.ndarray:
                 rows, positions = index
                 first, end, _ = rows.indices(self.batch)
                 begin = int(np.searchsorted(self.own_rows, first))  # a device's rows follow one another in own_rows too

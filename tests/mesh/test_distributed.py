@@ -121,7 +121,7 @@ def test_tpu_chips_without_a_pod_are_one_process(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(jax.distributed, "initialize", nothing_found)
     monkeypatch.setattr(distributed, "_has_tpu", lambda: True)
     assert joined_in({"TPU_WORKER_HOSTNAMES": "localhost"}, monkeypatch).source == "one process"
-    with pytest.raises(ValueError, match="tpu pod: jax finds no way to process 0 .*; give --coordinator HOST:PORT"):
+    with pytest.raises(ValueError, match=r"tpu pod: jax finds no way to process 0 .*; give --coordinator HOST:PORT"):
         joined_in(POD, monkeypatch)
 
 
@@ -133,6 +133,7 @@ def test_tpu_chips_without_a_pod_are_one_process(monkeypatch: pytest.MonkeyPatch
         {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},  # the batch script itself
         OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
         {"TPU_WORKER_HOSTNAMES": "localhost"},
+        POD | {"JAX_PLATFORMS": "cpu"},
     ],
 )
 def test_one_process_calls_nothing(
@@ -165,9 +166,9 @@ def test_flags_come_before_everything_else(told: list[dict[str, Any]], monkeypat
     [
         (("host:1", None, None), "--coordinator came without --processes and --process; give all three"),
         (("host:1", 2, None), "--coordinator and --processes came without --process; give all three"),
-        ((None, None, 0), "--process came without --coordinator and --processes; give all three"),
+        ((None, None, 0), r"--process came without --coordinator and --processes; give all three"),
         (("host", 2, 0), "--coordinator host names no port; write it as HOST:PORT"),
-        (("host:1", 0, 0), "--processes 0 is below 1"),
+        (("host:1", 0, 0), "--processes 0 is no number above 0; give"),
         (("host:1", 2, 2), "--process 2 is not one of 2 processes; use 0 to 1"),
         (("host:1", 2, -1), "--process -1 is not one of 2 processes; use 0 to 1"),
     ],
@@ -175,6 +176,22 @@ def test_flags_come_before_everything_else(told: list[dict[str, Any]], monkeypat
 def test_wrong_flags_are_a_sentence(flags: tuple[Any, ...], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         find({}, coordinator=flags[0], processes=flags[1], process=flags[2])
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        (
+            {"MESHPAR_PROCESS": "1"},
+            "MESHPAR_PROCESS came without MESHPAR_COORDINATOR and MESHPAR_PROCESSES; give all three",
+        ),
+        (LAUNCH | {"MESHPAR_PROCESSES": "two"}, "MESHPAR_PROCESSES two is no number above 0"),
+        (LAUNCH | {"MESHPAR_PROCESS": "2"}, "MESHPAR_PROCESS 2 is not one of 2 processes; use 0 to 1"),
+    ],
+)
+def test_wrong_variables_are_a_sentence(environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        find(environment)
 
 
 def test_joining_after_jax_has_started_is_refused() -> None:
@@ -185,6 +202,26 @@ def test_joining_after_jax_has_started_is_refused() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.startswith("jax has already started in this process; call join() before")
+
+
+def test_two_real_processes_make_one_mesh_and_name_their_run_alike() -> None:
+    program = (
+        "from meshpar.mesh.distributed import is_first, join, time_stamp, wait_for_all\n"
+        "join()\n"
+        "import jax, jax.numpy as jnp, os\n"
+        "del os.environ['MESHPAR_STARTED']\n"
+        "spread = jax.NamedSharding(jax.make_mesh((4,), ('data',)), jax.P('data'))\n"
+        "numbers = jax.make_array_from_callback((4,), spread, lambda index: jnp.arange(4.0)[index])\n"
+        "print(is_first(), jax.local_device_count(), float(numbers.sum()), time_stamp())\n"
+        "wait_for_all('the end')"
+    )
+    launcher = [sys.executable, "-m", "meshpar", "launch", "--processes", "2", "--devices", "2", "--"]
+    run = [*launcher, sys.executable, "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    first, second = sorted(done.stdout.splitlines())
+    assert first.startswith("[0] True 2 6.0 20") and second.startswith("[1] False 2 6.0 20")
+    assert first.split()[-1] == second.split()[-1]
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
