@@ -26,7 +26,6 @@ from meshpar.train.rows import Rows, join_rows, make_rows
 from meshpar.train.token_cache import TokenStream, cached_tokens, default_root, join_streams, load_stream
 from meshpar.train.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 
-
 # Grain finds a row's place without the others', in 5 microseconds; of so few that takes up to a thousand times as long.
 _FEW = 4096
 
