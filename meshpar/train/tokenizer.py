@@ -20,7 +20,10 @@ import numpy as np
 if TYPE_CHECKING:
     import tokenizers
 
-EOD = "<|endoftext|>"  # the separator's name in a tokenizer.json; as plain text it is encoded like any other text
+# Names of the separator in a tokenizer.json, the first that it has: of GPT-2 and our own, Llama 3, Llama 2, Gemma. As
+# plain text they are encoded like any other text.
+EOD = "<|endoftext|>"
+_SEPARATORS = (EOD, "<|end_of_text|>", "</s>", "<eos>")
 _FILE = "tokenizer.json"
 _MOST_IDS = 2**20  # several times the largest vocabularies in use; the trainer allocates for what it is asked
 
@@ -77,12 +80,14 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A tokenizer of the `tokenizers` package whose vocabulary has `<|endoftext|>`."""
+    """A tokenizer of the `tokenizers` package whose vocabulary has a separator."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        eod = tokenizer.token_to_id(EOD)
+        known = [tokenizer.token_to_id(name) for name in _SEPARATORS]
+        eod = next((token for token in known if token is not None), None)
         if eod is None:
-            raise ValueError(f"the tokenizer has no token {EOD!r} to end a document with; add it to the vocabulary")
+            names = ", ".join(_SEPARATORS)
+            raise ValueError(f"the tokenizer has none of {names} to end a document with; add one to the vocabulary")
         tokenizer.encode_special_tokens = True  # a text that spells a special token is encoded as text, byte by byte
         tokenizer.no_padding()  # a tokenizer.json may ask for either, and both would change documents
         tokenizer.no_truncation()
@@ -173,12 +178,12 @@ def make_tokenizer(spec: str, documents: Iterable[str]) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads what `save` wrote, or another byte-level tokenizer.json that has `<|endoftext|>`.
+    """Loads what `save` wrote, or another tokenizer.json that has a separator (one of `_SEPARATORS`).
 
     Args:
       path: the file, or the folder that holds it as `tokenizer.json`.
     Raises:
-      ValueError: there is no such file, it is not a tokenizer, or it has no `<|endoftext|>`.
+      ValueError: there is no such file, it is not a tokenizer, or it has no separator.
     """
     file = _file(Path(path))
     text = file.read_text(encoding="utf-8")
@@ -194,7 +199,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         pipeline = Pipeline.from_str(text)
     except Exception as error:  # the package raises a bare Exception
         raise ValueError(f"{file} is not a file of the tokenizers package ({error}); name a tokenizer.json") from None
-    return BpeTokenizer(pipeline)
+    try:
+        return BpeTokenizer(pipeline)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _is_path(spec: str) -> bool:

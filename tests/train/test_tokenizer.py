@@ -122,5 +122,22 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         assert str(file) in str(error.value)
     made("bpe:300").save(tmp_path)
     file.write_text(file.read_text().replace(EOD, "<s>"))
-    with pytest.raises(ValueError, match="has no token '<|endoftext|>'".replace("|", r"\|")):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the tokenizer has none of <\|endoftext\|>, .*; add one"):
         load_tokenizer(file)
+
+
+@pytest.mark.parametrize("name", ["<|end_of_text|>", "</s>", "<eos>"])
+def test_separators_of_other_families_are_known(tmp_path: Path, name: str) -> None:
+    made("bpe:300").save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace(EOD, name))
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.eod == made("bpe:300").eod
+    ids = tokenizer.encode(f"a {name} b")
+    assert tokenizer.eod not in ids and tokenizer.decode(ids) == f"a {name} b"
+
+
+def test_a_bpe_is_trained_on_texts_that_come_once() -> None:
+    once = make_tokenizer("bpe:300", (text for text in TEXT))
+    for text in TEXT:
+        np.testing.assert_array_equal(once.encode(text), made("bpe:300").encode(text))
