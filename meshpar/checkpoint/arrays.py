@@ -15,16 +15,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+_ALIGNMENT = 64  # bytes, of XLA's buffers on CPU
+Room = dict[str, np.ndarray]  # memory for copies of CPU arrays, kept from save to save: new pages cost more than a copy
 
 
-def begin(folder: Path, arrays: Mapping[str, jax.Array]) -> list[Any]:
-    """Begins to write; returns when the arrays may be donated, with what to call `result` of until all is written.
-
-    On CPU nothing is copied here: the host sees a device's memory, and a step that is given it by donation copies it.
+def begin(folder: Path, arrays: Mapping[str, jax.Array], room: Room) -> list[Any]:
+    """Begins to write; returns when the arrays may be donated, with futures that end when all is written and `room` is
+    free again.
     """
     import orbax.checkpoint as ocp
 
-    plain = {path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in arrays.items()}
+    data = {path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in arrays.items()}
+    plain = {path: _copied(path, leaf, room) for path, leaf in data.items()}
     return asyncio.run(_handler().async_save(_path(folder), args=ocp.args.PyTreeSave(plain))) or []
 
 
@@ -87,6 +91,31 @@ def _plain(leaf: Any) -> jax.ShapeDtypeStruct:
     plain = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=sharding)
+
+
+def _copied(path: str, array: jax.Array, room: Room) -> jax.Array:
+    """The array on the host, where a donating step does not touch it. Accelerators' memory is copied by Orbax. CPU
+    memory Orbax would read while it writes, so that XLA copies what it is given, within the step.
+    """
+    if any(device.platform != "cpu" for device in array.devices()):
+        return array
+    copies: dict[str, np.ndarray] = {}
+    for shard in array.addressable_shards:
+        part = str(shard.index)  # replicas have one copy
+        if part not in copies:
+            copies[part] = _copy_into(room, f"{path} {part}", np.asarray(shard.data))
+    shards = [jax.device_put(copies[str(shard.index)], shard.device) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def _copy_into(room: Room, name: str, array: np.ndarray) -> np.ndarray:
+    """A copy in kept memory, which jax takes for a device's as it is."""
+    if name not in room or room[name].nbytes != array.nbytes + _ALIGNMENT:
+        room[name] = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -room[name].ctypes.data % _ALIGNMENT
+    copy = room[name][start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return copy
 
 
 def _owned(array: jax.Array) -> jax.Array:

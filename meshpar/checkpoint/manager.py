@@ -69,6 +69,7 @@ class Checkpoints:
         self._axes = axes
         self._save: Save | None = None  # the last one, until it was waited for
         self._restored: int | None = None  # the step that this run went on from, until its first save
+        self._room: arrays.Room = {}
         self._tidied = False
 
     # --- saving ------------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Checkpoints:
         def write() -> None:
             if not (temporary / STATE).exists():
                 raise RuntimeError("process 0 could not make the folder")
-            commits = arrays.begin(temporary / STATE, leaves)
+            commits = arrays.begin(temporary / STATE, leaves, self._room)
             copied()
             for commit in commits:
                 commit.result()
