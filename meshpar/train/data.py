@@ -94,6 +94,9 @@ class Dataset:
 def open_dataset(config: DataConfig, *, cache: Path | None = None, progress: bool | None = None) -> Dataset:
     """Opens a dataset, which is tokenised first when the cache does not have it.
 
+    The sources of a mixture are split one by one: a text that two of them have may be held out of one and trained on in
+    the other.
+
     Args:
       config: source, text_key, tokenizer and validation_fraction decide the tokens; the rest how batches are made.
       cache: the cache folder; None: `$MESHPAR_CACHE/data`, or `~/.cache/meshpar/data`.

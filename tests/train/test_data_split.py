@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpar.train.corpus import Corpus
-from meshpar.train.split import Survey, cut_in_two, documents, survey
+from meshpar.train.split import Survey, choose, cut_in_two, documents, survey
 
 texts = st.lists(st.text("aé漢\n", min_size=2, max_size=20).filter(str.strip), min_size=1, max_size=12, unique=True)
 
@@ -51,6 +52,27 @@ def test_validation_stays_within_the_fraction_and_is_never_far_below(content: li
     train, validation = split(content, 0.3)
     assert 0.3 * size(content) / 4 - 2 <= size(validation) <= 0.3 * size(content) + 1
     assert size(train) + size(validation) == size(content)
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=40), fraction=st.floats(0.01, 0.95), data=st.data())
+def test_documents_are_taken_one_by_one_as_they_fit(sizes: list[int], fraction: float, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(sizes))))
+    left, expected = fraction * sum(sizes), set()
+    for i in order:
+        if sizes[i] <= left:
+            expected.add(i)
+            left -= sizes[i]
+    chosen, cut, tail = choose(np.array(order), np.array(sizes), fraction)
+    assert set(np.flatnonzero(chosen)) == expected
+    assert (cut >= 0) == (left > fraction * sum(sizes) / 2)
+    if cut >= 0:
+        assert cut not in expected and sizes[cut] == max(size for i, size in enumerate(sizes) if i not in expected)
+        assert tail * sizes[cut] == pytest.approx(left)
+
+
+def test_a_document_that_fits_exactly_is_taken() -> None:
+    chosen, cut, _ = choose(np.array([1, 0, 2]), np.array([2, 6, 12]), 0.5)
+    assert (chosen.tolist(), cut) == ([True, True, False], -1)
 
 
 @given(content=texts, data=st.data())
