@@ -7,10 +7,12 @@
 A Llama with AdamW in fp32 on one device, with as many layers as make its state nearest to --mb. A save is timed twice:
 with nothing else to do until it is on disk (synchronous), and in the middle of training. There each round is some
 ordinary steps, a save, and the steps until it is on disk. Reported are how long `save` keeps the loop, as a share of a
-synchronous save; the step after it and all steps while it is written, beside ordinary ones; and what a save costs the
-loop in all: what `save` took and what those steps took more than ordinary ones.
+synchronous save; the step after it and the average step while it is written, beside ordinary ones; and what a save
+costs the loop in all: what `save` took, and what those steps took more than ordinary ones.
 
-Medians over the rounds; in brackets the smallest and largest. The files are written where --folder says and removed.
+Wall time and CPU time of the process, all threads: on a busy machine the second is the steadier one, and where XLA
+computes on the CPU, writing takes cores from the steps. Medians over the rounds; in brackets the smallest and largest.
+The files are written where --folder says and removed.
 """
 
 from __future__ import annotations
@@ -27,25 +29,47 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.bench_step import machine
+from experiments.bench_step import cpu_seconds, machine
 
 ORDINARY = 3  # steps of a round before its save; the first, right after the last save, is not counted
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that something took."""
+
+    wall: float
+    cpu: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.wall - other.wall, self.cpu - other.cpu)
+
+
+def now() -> Cost:
+    """The clocks; a difference of two is what happened in between."""
+    return Cost(time.perf_counter(), cpu_seconds())
+
+
+def mean(costs: Sequence[Cost]) -> Cost:
+    return Cost(statistics.mean(c.wall for c in costs), statistics.mean(c.cpu for c in costs))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Seconds of one save in the middle of training."""
+    """One save in the middle of training."""
 
-    ordinary: tuple[float, ...]  # steps while nothing is written
-    blocked: float  # in `save`
-    during: tuple[float, ...]  # steps until the checkpoint is on disk, at least one
-    written: float  # from the call of `save` until it is on disk, which is known after a step
+    ordinary: tuple[Cost, ...]  # steps while nothing is written
+    save: Cost  # the call
+    during: tuple[Cost, ...]  # steps until the checkpoint is on disk, at least one
 
     @property
-    def cost(self) -> float:
+    def in_all(self) -> Cost:
         """What the loop lost."""
-        usual = statistics.median(self.ordinary)
-        return self.blocked + sum(seconds - usual for seconds in self.during)
+        usual = mean(self.ordinary)
+        return sum((step - usual for step in self.during), start=self.save)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +79,7 @@ class Result:
     bytes: int  # of the state
     layers: int
     rows: int
-    synchronous: tuple[float, ...]  # of each save
+    synchronous: tuple[Cost, ...]  # of each save
     rounds: tuple[Round, ...]
 
 
@@ -136,37 +160,36 @@ def measure(folder: Path, mb: int, rounds: int, rows: int, embed: int) -> Result
     state = training.init()
     number = 0
 
-    def timed_step() -> float:
+    def timed_step() -> Cost:
         nonlocal state, number
-        begun = time.perf_counter()
+        begun = now()
         state, metrics = step(state, batch)
         jax.block_until_ready((state.params, metrics))
         number += 1
-        return time.perf_counter() - begun
+        return now() - begun
 
     checkpoints = Checkpoints(folder, keep=1)
     timed_step()
-    checkpoints.save(number, state)  # the first imports Orbax
+    checkpoints.save(number, state)  # the first imports Orbax and takes memory for copies
     checkpoints.wait()
     synchronous = []
     for _ in range(rounds):
         timed_step()
-        begun = time.perf_counter()
+        begun = now()
         checkpoints.save(number, state)
         checkpoints.wait()
-        synchronous.append(time.perf_counter() - begun)
+        synchronous.append(now() - begun)
     found = []
     for _ in range(rounds):
         ordinary = [timed_step() for _ in range(ORDINARY)][1:]
-        begun = time.perf_counter()
+        begun = now()
         checkpoints.save(number, state)
-        blocked = time.perf_counter() - begun
-        saved, during = number, []
-        while not during or not (folder / str(saved)).exists():
+        save, saved = now() - begun, number
+        during = [timed_step()]
+        while not (folder / str(saved)).exists():
             during.append(timed_step())
-        written = time.perf_counter() - begun
         checkpoints.wait()
-        found.append(Round(ordinary=tuple(ordinary), blocked=blocked, during=tuple(during), written=written))
+        found.append(Round(ordinary=tuple(ordinary), save=save, during=tuple(during)))
     return Result(
         bytes=size_of(training.abstract_state()),
         layers=layers,
@@ -189,22 +212,24 @@ def print_result(result: Result) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    save = statistics.median(result.synchronous)
-    usual = [statistics.median(one.ordinary) for one in result.rounds]
-    blocked = [one.blocked for one in result.rounds]
-    after = [one.during[0] for one in result.rounds]
-    during = [statistics.mean(one.during) for one in result.rounds]
-    cost = [one.cost for one in result.rounds]
+    usual = [mean(one.ordinary) for one in result.rounds]
+    saves = [mean(result.synchronous)] * len(usual)
+    rows = (
+        ("synchronous save", result.synchronous, None, ""),
+        ("ordinary step", usual, None, ""),
+        ("save blocks the loop", [one.save for one in result.rounds], saves, "synchronous save"),
+        ("step right after", [one.during[0] for one in result.rounds], usual, "ordinary step"),
+        ("steps until it is on disk", [mean(one.during) for one in result.rounds], usual, "ordinary step"),
+        ("cost of a save in all", [one.in_all for one in result.rounds], saves, "synchronous save"),
+    )
     title = f"{result.bytes / 2**20:.0f} MB, {result.layers} layers, {result.rows} rows of 256 tokens"
-    table = Table("", "seconds", "ratio", "to", title=title, title_justify="left", box=None)
-    table.add_row("synchronous save", _spread(result.synchronous), f"{result.bytes / 2**20 / save:.0f} MB/s", "")
-    table.add_row("ordinary step", _spread(usual), "", "")
-    table.add_row("save blocks the loop", _spread(blocked), _spread([b / save for b in blocked]), "synchronous save")
-    ratios = [a / b for a, b in zip(after, usual, strict=True)]
-    table.add_row("step right after", _spread(after), _spread(ratios), "ordinary step")
-    ratios = [a / b for a, b in zip(during, usual, strict=True)]
-    table.add_row("steps until it is on disk", _spread(during), _spread(ratios), "ordinary step")
-    table.add_row("cost of a save in all", _spread(cost), _spread([c / save for c in cost]), "synchronous save")
+    table = Table("", "wall s", "CPU s", "wall", "CPU", "in units of", title=title, title_justify="left", box=None)
+    for name, costs, base, unit in rows:
+        cells = [_spread([c.wall for c in costs]), _spread([c.cpu for c in costs])]
+        if base is not None:
+            cells.append(_spread([c.wall / b.wall for c, b in zip(costs, base, strict=True)]))
+            cells.append(_spread([c.cpu / b.cpu for c, b in zip(costs, base, strict=True)]))
+        table.add_row(name, *cells, *([unit] if base is not None else []))
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(table)
     console.print(machine(), highlight=False)

@@ -101,7 +101,7 @@ class Checkpoints:
             metric=None if metric is None or not math.isfinite(metric) else float(metric),
             extra=extra or {},
         )
-        to_text(manifest)
+        to_text(manifest)  # refuses what cannot be written, before anything is
         self._save = Save(step, self.folder, functools.partial(self._write, manifest, leaves, str(next(_numbers))))
         if not self._save.start():
             self.wait()

@@ -23,6 +23,7 @@ for n in range(number(state) + 1, 100_000):
 """
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments_loses_nothing_beyond_the_last_complete_save(tmp_path: Path) -> None:
     rng = random.Random(0)
     sure = 0
@@ -44,6 +45,20 @@ def test_kill_9_at_random_moments_loses_nothing_beyond_the_last_complete_save(tm
     code, out, errors = finish("print(number(checkpoints.restore(abstract)) - checkpoints.latest())", tmp_path)
     assert (code, out.split()[-1]) == (0, "0"), errors
     assert sure > 4
+
+
+def test_a_save_that_fails_at_the_very_end_is_printed(tmp_path: Path) -> None:
+    """Nobody can be told any more: the script is over."""
+    body = """
+checkpoints.save(1, step(init()))
+checkpoints.wait()
+manager._seal = lambda path: 1 / 0
+checkpoints.save(2, step(init()))
+"""
+    code, _, errors = finish(body, tmp_path)
+    assert code == 0
+    assert f"error: step 2 was not saved in {tmp_path}: division by zero; older steps are as they were" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
 # Step 2 does not fit; then there is room, and step 2 is saved after all. `room(False)` takes the room away.
