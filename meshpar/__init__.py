@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from meshpar.module import abstract as abstract
     from meshpar.module import stack as stack
     from meshpar.plan import Plan as Plan
+    from meshpar.precision.loss_scale import LossScaling as LossScaling
     from meshpar.precision.policy import Policy as Policy
     from meshpar.precision.remat import save_name as save_name
     from meshpar.train.build import build as build
@@ -50,6 +51,7 @@ _HOME = {
     "MeshSpec": "mesh.spec",
     "Plan": "plan",
     "Policy": "precision.policy",
+    "LossScaling": "precision.loss_scale",
     # devices and processes
     "join": "mesh.distributed",
     "is_first": "mesh.distributed",

@@ -14,10 +14,8 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this file with sbatch}"
 
-# a disk that all nodes see: checkpoints are written by all of them
+# a disk that all nodes see: checkpoints are written by all of them, and a requeued job goes on from the newest
 RUN="${RUN:-$PWD/runs/slurm-$SLURM_JOB_ID}"
-RESUME=()
-if [ -d "$RUN/checkpoints" ]; then RESUME=(--resume); fi
 
 # --kill-on-bad-exit: when one process dies, the others end at once and not after jax's heartbeat
-srun --label --kill-on-bad-exit=1 "${PYTHON:-python}" -m experiments.train_lm --out "$RUN" "${RESUME[@]}" "$@"
+srun --label --kill-on-bad-exit=1 "${PYTHON:-python}" -m experiments.train_lm --out "$RUN" "$@"

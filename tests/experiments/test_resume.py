@@ -1,4 +1,4 @@
-"""A run that was stopped on one mesh goes on upon others, with the losses and the data of a run that was not stopped."""
+"""A run that was stopped on one mesh goes on upon others, with the losses and the data of one that was not stopped."""
 
 from __future__ import annotations
 
