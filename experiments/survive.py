@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=20, help="how often to kill (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1500, help="of the run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3000, help="of the run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="recipe values"

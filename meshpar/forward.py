@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from meshpar.collectives.gather_weight import gather_weight
 from meshpar.interfaces import Axes, Batch, LanguageModel, PyTree
 from meshpar.layout.constrain import split_as
-from meshpar.layout.resolve import map_leaves, place
+from meshpar.layout.resolve import dims_over, path_name, place, split_over
 from meshpar.module import Model, is_norm_or_bias
 from meshpar.plan import Plan
 from meshpar.precision.remat import remat
@@ -43,16 +44,15 @@ class Forward:
         use = weights_in_use(self.plan, self.mesh, self.manual_axes)
         shared = {name: value for name, value in params.items() if name != "blocks"}
         shared_axes = {name: value for name, value in self.model.axes.items() if name != "blocks"}
-        lm = self.model.bind({**use(shared, shared_axes), "blocks": params["blocks"]})
+        shared_shapes = {name: value for name, value in self.model.shapes.items() if name != "blocks"}
+        lm = self.model.bind({**use(shared, shared_axes, shared_shapes), "blocks": params["blocks"]})
         embed_key, blocks_key = (None, None) if key is None else tuple(jax.random.split(key))
         x = lm.embed(batch, embed_key)
-        layer_axes = jax.tree.map(
-            lambda axes: axes[1:], self.model.axes["blocks"], is_leaf=lambda axes: isinstance(axes, tuple)
-        )
 
         def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, layer)
-            y, aux = lm.block(self.model.bind_block(use(weights, layer_axes)), x, batch, block_key)
+            weights = use(weights, self.model.layer_axes, self.model.layer_shapes)
+            y, aux = lm.block(self.model.bind_block(weights), x, batch, block_key)
             return y, dict(aux)
 
         # What is computed or gathered again must not stand in one computation with its first run: XLA would merge them.
@@ -92,9 +92,9 @@ def loop(
 
 def weights_in_use(
     plan: Plan, mesh: Mesh, manual_axes: frozenset[str] = frozenset()
-) -> Callable[[PyTree, PyTree], PyTree]:
-    """A function (weights, axes) -> the same weights as the model computes with them: cast, and gathered to the compute
-    layout.
+) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+    """A function (weights, axes, shapes) -> the same weights as the model computes with them: cast, and gathered to the
+    compute layout. `shapes` are those of the whole arrays; inside a `shard_map` a weight is a block of it.
 
     Cost with ZeRO 3: all-gather over the ZeRO axes, (n-1) shards a device, in the compute dtype.
 
@@ -104,15 +104,17 @@ def weights_in_use(
     """
     layouts = plan.layouts()
 
-    def one(path: str, weight: jax.Array, axes: Axes) -> jax.Array:
+    def one(path: str, weight: jax.Array, axes: Axes, shape: jax.ShapeDtypeStruct) -> jax.Array:
         dtype = weight.dtype if is_norm_or_bias(path) else plan.precision.compute_dtype
         stored, used = (
-            place(layout, axes, weight.shape, mesh, path=path, manual_axes=manual_axes).spec
-            for layout in (layouts.params, layouts.compute)
+            place(layout, axes, shape.shape, mesh, path=path).spec for layout in (layouts.params, layouts.compute)
         )
         # as it is stored, so that the gather is here and not where the layer is taken from its stack
-        weight = split_as(weight, stored, mesh, manual_axes)
+        weight = split_as(weight, split_over(stored, without=manual_axes), mesh, manual_axes)
         # cast first: half the bytes are gathered
-        return split_as(weight.astype(dtype), used, mesh, manual_axes)
+        weight = gather_weight(weight, dtype, dims_over(stored, manual_axes)) if manual_axes else weight.astype(dtype)
+        return split_as(weight, split_over(used, without=manual_axes), mesh, manual_axes)
 
-    return lambda weights, axes: map_leaves(one, weights, axes)
+    return lambda weights, axes, shapes: jax.tree_util.tree_map_with_path(
+        lambda path, weight, of, shape: one(path_name(path), weight, of, shape), weights, axes, shapes
+    )

@@ -64,6 +64,16 @@ class Model:
         """The number of stacked blocks."""
         return int(jax.tree.leaves(self.shapes["blocks"])[0].shape[0])
 
+    @property
+    def layer_axes(self) -> PyTree:
+        """The logical axes of one block's parameters."""
+        return jax.tree.map(lambda axes: axes[1:], self.axes["blocks"], is_leaf=lambda axes: isinstance(axes, tuple))
+
+    @property
+    def layer_shapes(self) -> PyTree:
+        """The shapes of one block's parameters."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.shapes["blocks"])
+
     def bind(self, params: PyTree) -> LanguageModel:
         """The module with these parameters, to call its parts."""
         return self._bind(params)

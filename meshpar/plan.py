@@ -145,18 +145,22 @@ class Plan:
         return BATCH_AXES
 
     @property
-    def summed_once(self) -> tuple[str, ...]:
-        """The batch axes over which accumulation sums gradients once a step: those that split neither parameters nor
-        gradients, where each device can keep the sum of its own microbatches.
+    def reduced_apart(self) -> tuple[str, ...]:
+        """The batch axes over which each device first computes the gradients of its own rows, which are then summed
+        apart from the backward.
 
-        ZeRO 2 and 3 spread the gradients, so they reduce each microbatch's and hold a part: less memory, more bytes.
+        With precision.reduce=fp32 all of them, so that the sum has a dtype of its own. Else, under accumulation, those
+        that split neither parameters nor gradients: summing once a step sends the bytes once. ZeRO 2 and 3 spread the
+        gradients, so they reduce each microbatch's and hold a part: less memory, more bytes.
         """
         layouts = self.layouts()
-        batch = layouts.compute.rule("batch")
         in_use = {axis for rule in layouts.compute for axis in rule.mesh_axes if rule.logical != "batch"}
-        in_use.update(layouts.params.spread, layouts.grads.spread)
+        if self.precision.reduce != "fp32":
+            if self.accumulate == 1:
+                return ()
+            in_use.update(layouts.params.spread, layouts.grads.spread)
         # Outer axes only: an axis inside one that GSPMD keeps would hold rows from all over the batch.
-        return tuple(itertools.takewhile(lambda axis: axis not in in_use, batch.mesh_axes if batch else ()))
+        return tuple(itertools.takewhile(lambda axis: axis not in in_use, self._batch_axes()))
 
     def layouts(self) -> Layouts:
         """The four layouts: parameters, compute, gradients, optimizer."""
@@ -192,6 +196,14 @@ class Plan:
         for activation in ACTIVATIONS:
             axes = tuple(activation.split())
             place(layouts.compute, axes, (whole,) * len(axes), mesh, path=f"activations of {activation}")
+        apart = self.reduced_apart
+        if self.precision.reduce == "fp32":
+            for axis in self._batch_axes():
+                if self.mesh.sizes[axis] > 1 and axis not in apart:
+                    raise ValueError(
+                        f"precision.reduce=fp32 cannot reduce over {axis}, since a rule splits weights or activations "
+                        "over it too; drop that rule, or use precision.reduce=compute"
+                    )
         if batch is not None:
             self._check_batch(batch)
         if seq is not None:
@@ -213,9 +225,12 @@ class Plan:
         """This plan with the mesh's free axis filled for a number of devices."""
         return dataclasses.replace(self, mesh=self.mesh.resolve(devices))
 
-    def _check_batch(self, batch: int) -> None:
+    def _batch_axes(self) -> tuple[str, ...]:
         rule = self.layouts().compute.rule("batch")
-        axes = rule.mesh_axes if rule else ()
+        return rule.mesh_axes if rule else ()
+
+    def _check_batch(self, batch: int) -> None:
+        axes = self._batch_axes()
         degree = math.prod(self.mesh.sizes[axis] for axis in axes)
         if batch < 1 or batch % (degree * self.accumulate):
             product = " x ".join(f"{axis}={self.mesh.sizes[axis]}" for axis in axes)

@@ -96,6 +96,28 @@ def shardings(layout: Layout, axes: PyTree, shapes: PyTree, mesh: Mesh | Abstrac
     )
 
 
+def split_over(
+    spec: PartitionSpec, *, only: frozenset[str] | None = None, without: frozenset[str] = frozenset()
+) -> PartitionSpec:
+    """A spec with some of its mesh axes: all `without` some, or some `only`."""
+    return _spec(
+        [
+            tuple(axis for axis in axes if axis not in without and (only is None or axis in only))
+            for axes in _axes_of(spec)
+        ]
+    )
+
+
+def dims_over(spec: PartitionSpec, axes: frozenset[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """The dims that a spec splits over some of `axes`, each with those."""
+    split = ((dim, tuple(axis for axis in of_dim if axis in axes)) for dim, of_dim in enumerate(_axes_of(spec)))
+    return tuple((dim, found) for dim, found in split if found)
+
+
+def _axes_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+
+
 def map_leaves(function: Callable[[str, Any, Axes], T], tree: PyTree, axes: PyTree) -> PyTree:
     """`function(path, leaf, axes)` for each leaf; `axes` has the structure of `tree` with a tuple at each leaf."""
     return jax.tree_util.tree_map_with_path(

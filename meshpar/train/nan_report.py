@@ -93,13 +93,13 @@ def _activations(training: Training, params: PyTree, batch: Batch, key: jax.Arra
     model, plan, mesh = training.model, training.plan, training.mesh
     use = weights_in_use(plan, mesh)
     shared_axes = {name: axes for name, axes in model.axes.items() if name != "blocks"}
-    layer_axes = jax.tree.map(lambda axes: axes[1:], model.axes["blocks"], is_leaf=lambda axes: isinstance(axes, tuple))
+    shared_shapes = {name: shape for name, shape in model.shapes.items() if name != "blocks"}
     embed_key, blocks_key = (None, None) if key is None else tuple(jax.random.split(key))
     names: list[str] = []  # of what `layer` returns, found when it is traced
 
     def bound(params: PyTree) -> Any:
         shared = {name: leaf for name, leaf in params.items() if name != "blocks"}
-        return model.bind({**use(shared, shared_axes), "blocks": params["blocks"]})
+        return model.bind({**use(shared, shared_axes, shared_shapes), "blocks": params["blocks"]})
 
     def embed(params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with placed(plan.placement(mesh)):
@@ -110,7 +110,8 @@ def _activations(training: Training, params: PyTree, batch: Batch, key: jax.Arra
         weights = jax.tree.map(lambda w: w[index], params["blocks"])
         block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, index)
         with placed(plan.placement(mesh)), seen_names() as seen:
-            y, _ = bound(params).block(model.bind_block(use(weights, layer_axes)), x, batch, block_key)
+            weights = use(weights, model.layer_axes, model.layer_shapes)
+            y, _ = bound(params).block(model.bind_block(weights), x, batch, block_key)
         names[:] = [*(name for name, _ in seen), "output"]
         return y, jnp.stack([jnp.isfinite(value).all() for value in (*(value for _, value in seen), y)])
 

@@ -24,7 +24,7 @@ from meshpar.forward import Forward
 from meshpar.interfaces import Axes, Batch, PyTree
 from meshpar.layout.constrain import split_as
 from meshpar.layout.context import placed
-from meshpar.layout.resolve import map_leaves, place
+from meshpar.layout.resolve import dims_over, map_leaves, place, split_over
 from meshpar.layout.rules import Layout
 from meshpar.losses.cross_entropy import chunked_cross_entropy
 from meshpar.module import Model
@@ -94,34 +94,43 @@ def gradients(
     """Raw gradients of the mean loss per token of the global batch, times `scale`, in the gradient layout, and the sums
     of `loss_sums`.
 
-    Under accumulation each device first sums what its own rows give, over the axes of `Plan.summed_once`.
+    Over the axes of `Plan.reduced_apart` each device first computes what its own rows give, all microbatches of them.
     """
-    plan, mesh = forward.plan, forward.mesh
+    plan, mesh, model = forward.plan, forward.mesh, forward.model
     tokens = jnp.sum(batch.weights)
     divisor = jnp.where(tokens > 0, tokens, 1.0)  # a batch without a target has loss 0 and gradients 0
     if scale is not None:
         divisor = divisor / scale
-    once = tuple(axis for axis in plan.summed_once if mesh.shape[axis] > 1) if plan.accumulate > 1 else ()
-    if not once:
+    apart = tuple(axis for axis in plan.reduced_apart if mesh.shape[axis] > 1)
+    if not apart:
         return _of_rows(forward, objective, params, batch, divisor, key)
+    manual, whole, own = frozenset(apart), PartitionSpec(), PartitionSpec(apart)
+    blocks = map_leaves(  # a weight that ZeRO 3 splits comes as a block, and its gradient leaves as one
+        lambda path, leaf, axes: split_over(
+            place(plan.layouts().params, axes, leaf.shape, mesh, path=path).spec, only=manual
+        ),
+        model.shapes,
+        model.axes,
+    )
+    left = jax.tree.map(  # what the gradient of a weight is still to be summed over
+        lambda block: tuple(axis for axis in apart if not dims_over(block, frozenset({axis}))), blocks
+    )
 
     def of_own_rows(params: PyTree, batch: Batch, divisor: jax.Array, key: jax.Array | None) -> PyTree:
-        manual = frozenset(once)
         with placed(dataclasses.replace(plan.placement(mesh), manual_axes=manual)):
             found = _of_rows(dataclasses.replace(forward, manual_axes=manual), objective, params, batch, divisor, key)
         return jax.tree.map(lambda x: x[None], found)
 
-    whole, own = PartitionSpec(), PartitionSpec(once)
     each = jax.shard_map(
         of_own_rows,
         mesh=mesh,
-        in_specs=(whole, own, whole, whole),
-        out_specs=own,
-        axis_names=set(once),
+        in_specs=(blocks, own, whole, whole),
+        out_specs=(jax.tree.map(lambda block, axes: PartitionSpec(axes or None, *block), blocks, left), own),
+        axis_names=set(apart),
         check_vma=False,  # else the gradient of a whole parameter is summed over the axes in each microbatch
     )(params, batch, divisor, key)
-    grads, sums = jax.tree.map(lambda x: x.sum(axis=0), each)
-    return _into(plan.layouts().grads, forward.model, mesh, grads), sums
+    grads = jax.tree.map(lambda x: x.astype(jnp.float32).sum(axis=0), each[0])
+    return _into(plan.layouts().grads, model, mesh, grads), jax.tree.map(lambda x: x.sum(axis=0), each[1])
 
 
 def _of_rows(

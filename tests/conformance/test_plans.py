@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshpar.precision.policy import Policy
 from meshpar.testing.compare import assert_losses_close, assert_trees_close
 from meshpar.train.step import Objective
 from tests.conformance.runs import GPT, LLAMA, Run, batch_of, train
+
+REDUCE = Policy(compute="fp32", reduce="fp32")
 
 # name -> (mesh, fields of the plan)
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,6 +43,16 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
         "data=2 fsdp=2",
         {"accumulate": 2, "zero": 0, "rules": (("batch", ("data",)), ("mlp", ("fsdp",)))},
     ),
+    "reduce fp32 data": ("data=8", {"precision": REDUCE}),
+    "reduce fp32 zero 1": ("data=8", {"precision": REDUCE, "zero": 1}),
+    "reduce fp32 zero 2 accumulate": ("fsdp=4", {"precision": REDUCE, "zero": 2, "accumulate": 2}),
+    "reduce fp32 zero 3": ("fsdp=8", {"precision": REDUCE}),
+    "reduce fp32 hsdp accumulate": ("data=2 fsdp=2", {"precision": REDUCE, "accumulate": 2, "loss_chunk": 8}),
+    "reduce fp32 zero 3 over data and fsdp": (
+        "data=2 fsdp=4",
+        {"precision": REDUCE, "zero": 3, "zero_axes": ("data", "fsdp")},
+    ),
+    "reduce fp32 hsdp tensor sp": ("data=2 fsdp=2 tensor=2", {"precision": REDUCE, "sequence_parallel": True}),
     "unrolled": ("data=1", {"unroll": 0}),
     "unrolled zero 1 tensor": ("fsdp=2 tensor=2", {"unroll": 0, "zero": 1}),
     "remat full": ("data=1", {"remat": "full"}),

@@ -85,7 +85,9 @@ def test_accumulating_spread_gradients_gathers_only_weights() -> None:
 def test_the_axes_are_those_that_split_neither_weights_nor_gradients(
     mesh: str, plan: dict[str, Any], axes: tuple[str, ...]
 ) -> None:
-    assert Plan(mesh=MeshSpec.parse(mesh), **plan).summed_once == axes
+    made = Plan(mesh=MeshSpec.parse(mesh), accumulate=2, **plan)
+    assert made.reduced_apart == axes
+    assert dataclasses.replace(made, accumulate=1).reduced_apart == ()
 
 
 def test_dropout_is_that_of_one_device() -> None:
