@@ -1,4 +1,4 @@
-"""What each number format does to training: the same model, text and batches, in five ways and a search for the scale.
+"""What each number format does to training: the same model, text and batches in each of these ways.
 
     python -m experiments.precision
     python -m experiments.precision --steps 100 --out /tmp/precision
@@ -7,7 +7,9 @@
     fp32                    the reference
     bf16                    fp32 master weights, products in bf16
     bf16, no master         the weights are bf16 too: updates below half a unit in their last place are lost
-    fp16, no scaling        fp32 master weights; small gradients become 0, large ones infinite
+    fp16, no scaling        fp32 master weights; small gradients become 0
+    fp16, 8M tokens         the same with gradients as small as in a batch of 8M tokens: underflow
+    fp16, static 2^24       gradients too large for fp16: overflow, in every step
     fp16, dynamic scaling   as meshpar does by default for fp16
     fp16, from 2^24         the same from a scale that is too large at first: skips, halves, trains
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -36,6 +39,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"compute": "bf16"},
     "bf16, no master": {"compute": "bf16", "storage": "pure"},
     "fp16, no scaling": {"compute": "fp16", "loss_scale": {"kind": "none"}},
+    # the gradient of a mean over 2^12 times the 2048 tokens of this recipe
+    "fp16, 8M tokens": {"compute": "fp16", "loss_scale": {"kind": "static", "initial": 2.0**-12, "floor": 2.0**-12}},
+    "fp16, static 2^24": {"compute": "fp16", "loss_scale": {"kind": "static", "initial": 2.0**24}},
     "fp16, dynamic scaling": {"compute": "fp16"},
     "fp16, from 2^24": {"compute": "fp16", "loss_scale": {"initial": 2.0**24}},
 }
@@ -115,7 +121,7 @@ def compare(recipe: Any, ways: Iterable[str]) -> tuple[dict[str, Result], Any]:
         there = reference != 0
         results[way] = dataclasses.replace(
             result,
-            flushed=float(np.mean(found[there] == 0)),
+            flushed=float(np.mean(found[there] == 0)),  # not finite is not 0
             error=float(np.linalg.norm(found - reference) / np.linalg.norm(reference)),
         )
         seconds = time.perf_counter() - begun
@@ -182,7 +188,8 @@ def gradients_of(training: Any, dataset: Any, recipe: Any, weights: Any) -> Any:
 
     batch = training.place(next(train_batches(dataset, batch=recipe.train.batch, start_step=recipe.train.steps)))
     precision = training.plan.precision
-    scale = None if not precision.scales else jnp.float32(2.0**16)
+    searched = precision.scales_dynamically  # which ends near 2^16
+    scale = jnp.float32(2.0**16 if searched else precision.loss_scale.initial) if precision.scales else None
 
     def compute(weights: Any, batch: Any) -> Any:
         params = jax.tree.map(lambda w: w.astype(precision.param_dtype), weights)
@@ -214,18 +221,18 @@ def print_results(results: dict[str, Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("way", "validation loss", "to fp32", "skipped", "last scale", "gradients flushed to 0", "their error")
+    columns = ("way", "validation loss", "to fp32", "skipped", "last scale", "flushed to 0", "gradient error")
     table = Table(*columns, box=None, title="runs")
     reference = results[REFERENCE].validation
     for way, result in results.items():
         table.add_row(
             way,
-            f"{result.validation:.4f}",
-            f"{result.validation / reference - 1:+.2%}",
+            f"{result.validation:.4f}" if not result.ended else "ended",
+            f"{result.validation / reference - 1:+.2%}" if not result.ended else "",
             str(result.skipped),
             "" if result.scale is None else f"{result.scale:g}",
             f"{result.flushed:.2%}",
-            f"{result.error:.2%}",
+            f"{result.error:.2%}" if math.isfinite(result.error) else "not finite",
         )
     Console().print(table)
     for way, result in results.items():
@@ -248,13 +255,15 @@ def draw(path: Path, results: dict[str, Result], log2_gradients: Any) -> None:
     left.grid(alpha=0.3)
     left.legend()
     right.hist(log2_gradients, bins=np.arange(-60, 5), weights=np.full(len(log2_gradients), 100 / len(log2_gradients)))
+    top = right.get_ylim()[1]
     for exponent, text in (
         (-24, "smallest fp16"),
         (-14, "smallest normal fp16"),
         (-40, "smallest fp16, scaled by 2^16"),
     ):
         right.axvline(exponent, linestyle="--", linewidth=1, color="black")
-        right.text(exponent + 0.4, right.get_ylim()[1] * 0.98, text, rotation=90, va="top", fontsize=8)
+        label = right.text(exponent + 0.6, top * 0.98, text, rotation=90, va="top", fontsize=8)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
     right.set(xlabel="log2 of a gradient's size", ylabel="% of the gradients of fp32 that are not 0")
     right.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
