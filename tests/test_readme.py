@@ -124,7 +124,13 @@ def sets_of(words: Sequence[str]) -> list[str]:
 
 
 def test_commands_on_the_pages_are_found() -> None:
-    assert {module for module, _ in commands()} == {"train_lm", "describe", "bench_step", "bench_compile"}
+    assert {module for module, _ in commands()} == {
+        "train_lm",
+        "describe",
+        "bench_step",
+        "bench_compile",
+        "bench_checkpoint",
+    }
 
 
 @pytest.mark.parametrize(("module", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
