@@ -3,6 +3,9 @@
 It is finished whatever ends the script: the interpreter runs `_at_exit` after a normal end, `sys.exit` and an exception
 that nobody caught, and waits there. Only what ends a process at once (kill -9, a signal that nothing handles) cuts it
 off. An error is kept until somebody waits for the save, and printed at the end when nobody did.
+
+Python 3.12.0 to 3.12.2 start no thread once the main one is over, and Orbax needs some: there such a save fails with a
+message (python/cpython issue 113964), so call `close`.
 """
 
 from __future__ import annotations

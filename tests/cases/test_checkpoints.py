@@ -163,7 +163,9 @@ def test_c39_donated_arrays_are_saved_as_they_were(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "all", keep=50)
     taken = {}
     for n in range(1, 51):
+        before = state
         state = step(state)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))  # the save holds none of them
         taken[n] = jax.tree.map(digest, state)
         checkpoints.save(n, state)
     assert checkpoints.steps()[:49] == list(range(1, 50))

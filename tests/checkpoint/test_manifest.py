@@ -47,8 +47,11 @@ def test_reading_needs_no_device_and_no_orbax(written: Manifest, tmp_path: Path)
 import sys
 from pathlib import Path
 from meshpar.checkpoint.manifest import read_manifest
+from meshpar.checkpoint.manager import Checkpoints
 manifest = read_manifest(Path({str(tmp_path)!r}), 7)
 assert manifest.leaves["params/w"].shape == (8, 6)
+checkpoints = Checkpoints(Path({str(tmp_path)!r}))
+assert (checkpoints.latest(), checkpoints.best_step(), checkpoints.manifest(7)) == (7, 7, manifest)
 assert not {{"orbax", "tensorstore"}} & set(sys.modules)
 """
     environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}  # asking for a device would fail
