@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,76 @@ def test_train_lm_in_two_processes_prints_and_writes_one_run(tmp_path: Path, mon
     for name in ("step", "loss", "validation_loss"):
         assert [line.get(name) for line in two] == [pytest.approx(line.get(name), abs=1e-5) for line in one]
     assert json.loads((tmp_path / "two" / "config.json").read_text())["processes"] == 2
+
+
+def interrupted(folder: Path, words: list[str], number: signal.Signals, *flags: str) -> tuple[int, str]:
+    """`train_lm` in two processes, of which the second gets a signal when a few steps are done: the launcher's exit
+    code, and what it said.
+    """
+    launcher = [sys.executable, "-m", "meshpar", "launch", "--processes", "2", "--devices", "4", *flags, "--"]
+    command = [*launcher, sys.executable, "-m", "experiments.train_lm", *words, "--out", str(folder)]
+    log, metrics = folder.with_suffix(".log"), folder / "metrics.jsonl"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=surroundings(), stdout=output, stderr=output)
+    try:
+        until = time.monotonic() + LIMIT
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 12) and time.monotonic() < until:
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.02)
+        members = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(members[1]), number)
+        return process.wait(timeout=LIMIT), log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Path]]:
+    """The words of a run, and the folder of the one that one process made of it."""
+    folder = tmp_path_factory.mktemp("long")
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))
+    plain = {"train__sample_tokens": 0, "train__export": "none", "train__tensorboard": False, "train__eval_every": 0}
+    words = arguments(text, mesh="data=2 tensor=4", train__steps=150, train__checkpoint_every=5, **plain)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHPAR_CACHE", str(folder / "cache"))
+        assert train_lm.main([*words, "--out", str(folder / "one")]) == 0
+        yield words, folder / "one"
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    runs = [
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (folder, expected)
+    ]
+    for name in ("step", "data"):
+        assert [line[name] for line in runs[0] if name in line] == [line[name] for line in runs[1] if name in line]
+    losses = [[line["loss"] for line in run if "loss" in line] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+
+
+def test_a_signal_to_one_process_saves_the_same_step_in_both_and_one_process_goes_on(
+    long_run: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    words, expected = long_run
+    code, said = interrupted(tmp_path / "run", words, signal.SIGTERM)
+    assert code == 143, said[-3000:]
+    (stopped,) = (line for line in said.splitlines() if "stopped by a signal after step" in line)
+    step = int(stopped.split(" of ")[0].split()[-1])
+    assert Checkpoints(tmp_path / "run" / "checkpoints").latest() == step < 150
+    assert train_lm.main([*words, "--out", str(tmp_path / "run")]) == 0
+    assert_same_run(tmp_path / "run", expected)
+
+
+def test_a_pair_of_train_lm_goes_on_by_itself_when_one_is_killed(
+    long_run: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    words, expected = long_run
+    code, said = interrupted(tmp_path / "run", words, signal.SIGKILL, "--max-restarts", "1")
+    assert code == 0, said[-3000:]
+    assert "launch: process 1 was killed by SIGKILL; ending the other 1" in said
+    assert "restoring step" in said
+    assert_same_run(tmp_path / "run", expected)
 
 
 def test_without_a_launcher_the_death_of_one_ends_the_other_within_a_minute_with_a_message(tmp_path: Path) -> None:
