@@ -31,7 +31,7 @@ from typing import Any
 
 RECIPE = "llama_6m_stdlib"
 MESHES = ("data=1", "fsdp=8", "data=2 tensor=4")
-DTYPES = ("fp32", "bf16")
+DTYPES = ("fp32", "bf16", "fp16")
 LR = 3e-4  # constant for both, so that their losses can be compared
 
 
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         default=list(MESHES),
         metavar="MESH[:DTYPE]",
-        help=f"a mesh of data, fsdp and tensor, with {' or '.join(DTYPES)}, both by default (default: all)",
+        help=f"a mesh of data, fsdp and tensor, with {' or '.join(DTYPES)}, each by default (default: all)",
     )
     parser.add_argument("--blocks", type=int, default=6, help="blocks of each step in a cell (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a block, the first not counted (%(default)s)")

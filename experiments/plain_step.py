@@ -1,9 +1,10 @@
 """The yardstick of `bench_step`: a decoder-only transformer's training step in plain JAX and optax, by hand.
 
-RMSNorm, RoPE, grouped kv heads, SwiGLU, untied head; a scan over stacked layers, fp32 parameters with bf16 or fp32
-compute, fp32 softmax and naive cross-entropy over whole logits, global-norm clip and AdamW, one jit that donates its
-state. Parameters lie over fsdp and tensor (FSDP and Megatron's columns and rows), the batch over data and fsdp. It uses
-nothing of meshpar, and no trick that this package uses: what it costs is what a user pays for writing it himself.
+RMSNorm, RoPE, grouped kv heads, SwiGLU, untied head; a scan over stacked layers, fp32 parameters with bf16, fp16 or
+fp32 compute, fp32 softmax and naive cross-entropy over whole logits, global-norm clip and AdamW, dynamic loss scaling
+for fp16, one jit that donates its state. Parameters lie over fsdp and tensor (FSDP and Megatron's columns and rows),
+the batch over data and fsdp. It uses nothing of meshpar, and no trick that this package uses: what it costs is what a
+user pays for writing it himself.
 """
 
 from __future__ import annotations
@@ -85,10 +86,29 @@ def make(sizes: Sizes, degrees: dict[str, int], devices: Sequence[jax.Device], *
         transform_non_params=lambda _: scalar,
     )
 
+    scaled = sizes.compute == jnp.float16
+    if scaled:  # the scale, and finite steps in a row, beside the optimizer's state
+        opt_shardings = (opt_shardings, (scalar, scalar))
+
+    def init(params: Any) -> Any:
+        return (tx.init(params), (jnp.float32(2.0**16), jnp.int32(0))) if scaled else tx.init(params)
+
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(lambda params: loss_of(sizes, mesh, params, tokens))(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        if not scaled:
+            loss, grads = jax.value_and_grad(lambda params: loss_of(sizes, mesh, params, tokens))(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+        opt_state, (scale, finite_steps) = opt_state
+        loss, grads = jax.value_and_grad(lambda params: scale * loss_of(sizes, mesh, params, tokens))(params)
+        loss, grads = loss / scale, jax.tree.map(lambda g: g / scale, grads)
+        finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        old, new = (params, opt_state), (optax.apply_updates(params, updates), new_opt_state)
+        params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        finite_steps = jnp.where(finite, finite_steps + 1, 0)
+        grows = finite_steps >= 2000
+        scale = jnp.where(finite, jnp.where(grows, scale * 2.0, scale), jnp.maximum(scale / 2.0, 1.0))
+        return params, (opt_state, (scale, jnp.where(grows, 0, finite_steps))), loss
 
     return PlainStep(
         step=jax.jit(
@@ -97,7 +117,7 @@ def make(sizes: Sizes, degrees: dict[str, int], devices: Sequence[jax.Device], *
             in_shardings=(shardings, opt_shardings, tokens),
             out_shardings=(shardings, opt_shardings, scalar),
         ),
-        init=jax.jit(tx.init, out_shardings=opt_shardings),
+        init=jax.jit(init, out_shardings=opt_shardings),
         shardings=shardings,
         opt_shardings=opt_shardings,
         token_sharding=tokens,
