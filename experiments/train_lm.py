@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import errno
 import itertools
 import math
 import sys
@@ -95,6 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
             code = train(job)
         except (Diverged, SaveError) as error:
             print(f"error: {error}", file=sys.stderr)
+            return 1
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            print(f"error: the disk of {job.out} is full; make room and give the same command again", file=sys.stderr)
             return 1
     wait_for_all("finished")  # the first process still writes, and those that end do not wait for it long
     return code

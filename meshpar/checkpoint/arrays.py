@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,15 @@ def begin(folder: Path, arrays: Mapping[str, jax.Array], room: Room) -> list[Any
     """
     import orbax.checkpoint as ocp
 
+    logging.getLogger("absl").addFilter(_is_news)
     data = {path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in arrays.items()}
     plain = {path: _copied(path, leaf, room) for path, leaf in data.items()}
     return asyncio.run(_handler().async_save(_path(folder), args=ocp.args.PyTreeSave(plain))) or []
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether the caller does not get what is logged as an exception too: Orbax prints the whole trace of a failure."""
+    return "_SignalingThread.run() raised" not in record.getMessage()
 
 
 def own_files(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -212,6 +213,18 @@ def test_a_run_names_the_first_tensor_that_is_not_finite_on_request(text: Path, 
     wild = arguments(text, optimizer__lr=1e30, train__nan_report=True)
     assert main([*wild, "--out", str(tmp_path / "run")]) == 1
     assert "the first tensor that is not finite is: " in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence(
+    text: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: JsonLines, values: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(JsonLines, "write", full)
+    assert main([*arguments(text), "--out", str(tmp_path / "run")]) == 1
+    told = f"error: the disk of {tmp_path / 'run'} is full; make room and give the same command again"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
