@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.attention.attend import attend
 from meshpar.interfaces import Batch
 from meshpar.layout.dropout import dropout
 from meshpar.precision.remat import remat
@@ -36,6 +37,48 @@ def test_c29_a_dropped_output_has_no_gradient_also_when_it_is_drawn_again() -> N
         assert 0.3 < dropped.mean() < 0.7
         np.testing.assert_array_equal(np.asarray(found[mode][1]) == 0, dropped)
     np.testing.assert_array_equal(found["none"][1], found["full"][1])
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+@pytest.mark.parametrize("kind", ["residual", "attention"])
+def test_c53_parts_of_a_split_sequence_drop_differently(kind: str, axis: str) -> None:
+    """One row of 64 positions on 4 devices, 16 on each: of the residual, and of the attention probabilities, which a
+    value of one-hot vectors and keys of zero make visible.
+    """
+    seq, rate, key = 64, 0.25, jax.random.key(5)
+    mesh = jax.make_mesh((4,), (axis,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+
+    def split(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, axis)))
+
+    if kind == "residual":
+        x = split(jnp.ones((1, seq, seq)))
+
+        def drop(x: jax.Array) -> jax.Array:
+            return dropout(x, rate, key)[0]
+
+    else:
+        x = split(jnp.eye(seq)[None, :, None])  # [batch, seq, heads, head_dim]
+
+        def drop(x: jax.Array) -> jax.Array:
+            zeros = jnp.zeros_like(x)
+            out = attend(zeros, zeros, x, causal=False, dropout=rate, key=key)
+            return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, PartitionSpec(None, axis)))[0, :, 0] * seq
+
+    kept = np.asarray(jax.jit(drop)(x)) != 0
+    chunks = kept.reshape(4, seq // 4, seq)
+    assert len({chunk.tobytes() for chunk in chunks}) == 4
+    assert len({row.tobytes() for row in kept}) == seq
+    assert kept.mean() == pytest.approx(1 - rate, abs=0.03)
+    gradients = {}
+    for mode in ("none", "full"):
+        gradients[mode] = np.asarray(jax.jit(jax.grad(lambda x, f=remat(drop, mode): (f(x) ** 2).sum() / 2))(x))
+    np.testing.assert_array_equal(gradients["none"], gradients["full"])
+    if kind == "residual":
+        np.testing.assert_array_equal(gradients["full"][0] != 0, kept)
+    else:  # sum over queries of (kept probability)^2, on the diagonal of the one-hot values
+        expected = (kept / (1 - rate) ** 2).sum(axis=0)
+        np.testing.assert_allclose(np.diagonal(gradients["full"][0, :, 0]), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh_shape", [(1, 1), (8, 1), (2, 4)])
