@@ -22,6 +22,7 @@ import concurrent.futures
 import contextlib
 import errno
 import itertools
+import json
 import math
 import sys
 import time
@@ -69,41 +70,57 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--process", type=int, help="which one this is, from 0, with --coordinator")
     parser.add_argument("--keys", action="store_true", help="list what --set takes, with its value in this recipe")
     options = parser.parse_args(arguments)
-    try:
-        from meshpar.mesh.distributed import is_first, join, wait_for_all
-        from meshpar.train.recipe import apply_overrides, load_recipe
+    with contextlib.ExitStack() as held:
+        try:
+            from meshpar.mesh.distributed import join, wait_for_all
+            from meshpar.train.recipe import apply_overrides, load_recipe
 
-        recipe = apply_overrides(load_recipe(options.recipe), options.overrides)
-        if options.keys:
-            print_keys(recipe)
-            return 0
-        if options.resume == "always" and options.out is None:
-            raise ValueError("--resume always does not say which run to continue; name its folder with --out")
-        join(options.coordinator, options.processes, options.process)
-        job = prepare(options.recipe, recipe, options.out, devices=options.devices, resume=options.resume)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+            recipe = apply_overrides(load_recipe(options.recipe), options.overrides)
+            if options.keys:
+                print_keys(recipe)
+                return 0
+            if options.resume == "always" and options.out is None:
+                raise ValueError("--resume always does not say which run to continue; name its folder with --out")
+            join(options.coordinator, options.processes, options.process)
+            job = prepare(
+                options.recipe, recipe, options.out, devices=options.devices, resume=options.resume, held=held
+            )
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        code = train_or_tell(job)
+        if code in (0, STOPPED):
+            wait_for_all("finished")  # the first process still writes, and those that end do not wait for it long
+    return code
+
+
+def train_or_tell(job: Job) -> int:
+    """Trains; what goes wrong with a run is a sentence. Returns the exit code."""
     from meshpar.checkpoint.background import SaveError
+    from meshpar.mesh.distributed import is_first
     from meshpar.train.trainer import Diverged
 
-    with job.lock:
-        if job.finished:
-            if is_first():
-                print(f"{job.out} has all {recipe.train.steps} steps behind it; set train.steps to more to go on")
-            return 0
-        try:
-            code = train(job)
-        except (Diverged, SaveError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            print(f"error: the disk of {job.out} is full; make room and give the same command again", file=sys.stderr)
-            return 1
-    wait_for_all("finished")  # the first process still writes, and those that end do not wait for it long
-    return code
+    if job.finished:
+        if is_first():
+            print(f"{job.out} has all {job.done} steps behind it; set train.steps to more to go on")
+        return 0
+    try:
+        return train(job)
+    except Misfit as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (Diverged, SaveError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"error: the disk of {job.out} is full; make room and give the same command again", file=sys.stderr)
+        return 1
+
+
+class Misfit(ValueError):
+    """A checkpoint that does not fit the run."""
 
 
 def print_keys(recipe: Any) -> None:
@@ -126,7 +143,6 @@ class Job:
     name: str
     recipe: Any
     out: Path
-    lock: contextlib.ExitStack  # holds the folder until it is left
     training: Any
     dataset: Any
     batches: Iterator[Any]  # from the first step that is left
@@ -136,8 +152,17 @@ class Job:
     notes: list[str]  # what to tell about the run before it starts
 
 
-def prepare(name: str, recipe: Any, out: Path | None, *, devices: int | None, resume: Any) -> Job:
-    """Checks everything that a user can get wrong, and tokenises the data. `out` of None is named by recipe and time.
+def prepare(
+    name: str,
+    recipe: Any,
+    out: Path | None,
+    *,
+    devices: int | None,
+    resume: Any,
+    held: contextlib.ExitStack,
+) -> Job:
+    """Checks everything that a user can get wrong, and tokenises the data. `out` of None is named by recipe and time;
+    the folder stays locked until `held` is left.
 
     Raises:
       ValueError: the first thing that is wrong, one sentence.
@@ -160,6 +185,9 @@ def prepare(name: str, recipe: Any, out: Path | None, *, devices: int | None, re
     from meshpar.train.build import build
     from meshpar.train.data import open_dataset, train_batches
 
+    existed = out.is_dir()
+    if existed and is_first():  # before anything in it is looked at
+        held.enter_context(run_folder.lock(out))
     checkpoints = Checkpoints(out / "checkpoints", keep=config.keep, best=config.keep_best, axes=model.axes)
     notes: list[str] = []
     done = run_folder.steps_done(out, checkpoints.newest_whole(log=notes.append), recipe, resume)
@@ -181,17 +209,15 @@ def prepare(name: str, recipe: Any, out: Path | None, *, devices: int | None, re
             f"set model.vocab={dataset.vocab} or more"
         )
     batches = train_batches(dataset, batch=config.batch, start_step=done, own_rows=training.own_rows)
-    held = contextlib.ExitStack()
-    if is_first():
+    if not existed and is_first():
         held.enter_context(run_folder.lock(out))
-        if (checkpoints.latest() or 0) > done:
-            raise ValueError(f"another run has gone on in {out} meanwhile; start this one again")
+        if checkpoints.latest() is not None:
+            raise ValueError(f"another run has begun in {out} meanwhile; start this one again")
     wait_for_all("checked")  # the first process changes the folder next, and the others may still look at it
     return Job(
         name=name,
         recipe=recipe,
         out=out,
-        lock=held,
         training=training,
         dataset=dataset,
         batches=batches,
@@ -220,9 +246,9 @@ def train(job: Job) -> int:
     from meshpar.train import run_folder
     from meshpar.train.clock import STEPS, Clock
     from meshpar.train.data import validation_batches
-    from meshpar.train.metrics import JsonLines, Progress, as_json, flops_per_token, mfu, plot_losses
+    from meshpar.train.metrics import JsonLines, Progress, as_json, flops_per_token, mfu, plot_losses, replace_text
     from meshpar.train.nan_report import NanReport
-    from meshpar.train.profile import parse_steps, profile_hook
+    from meshpar.train.profile import Profile, parse_steps
     from meshpar.train.stop import Stop
     from meshpar.train.tensorboard import TensorBoard
     from meshpar.train.trainer import Hook, fit, in_flight
@@ -241,8 +267,10 @@ def train(job: Job) -> int:
     rates = recipe.optimizer.rates(config.steps)  # all now: later they would wait for the step in flight
     progress = Progress(steps=config.steps, start=job.done, tokens=tokens, flops=flops, devices=devices)
     watchdog = Watchdog(config.stall, start=job.done)
+    profile = Profile(parse_steps(config.profile), out / "profile")
     about = run_folder.describe_run(recipe, training)
-    board = TensorBoard(out / "tensorboard", start=job.done) if config.tensorboard and is_first() else None
+    board: TensorBoard | None = None
+    saved = job.done
 
     def write(step: int, values: dict[str, Any]) -> None:
         lines.write({"step": step, **values})
@@ -279,14 +307,19 @@ def train(job: Job) -> int:
         of_sources = "".join(f", {name.partition('/')[2]} {loss:.4f}" for name, loss in [*values.items()][1:])
         progress.log(f"step {step}/{config.steps}  validation loss {validation[step]:.4f}{of_sources}")
 
-    def save(step: int, state: Any) -> None:
+    def is_last_validation(line: dict[str, Any]) -> bool:  # which is made anew
+        return "validation_loss" in line and bool(line["step"] == config.steps)
+
+    def save(step: int, state: Any, metric: float | None = None) -> None:
+        nonlocal saved
         extra = {**about, "step": step, "rows_read": step * config.batch}
-        job.checkpoints.save(step, state, extra=extra, metric=validation.get(step))
+        job.checkpoints.save(step, state, extra=extra, metric=validation.get(step) if metric is None else metric)
+        saved = step
         watchdog.touch()
 
     hooks = [
         watchdog.hook(),
-        profile_hook(parse_steps(config.profile), out / "profile"),
+        profile.hook(),
         progress.hook(),
         Hook(on_metrics=log_metrics),
         Hook(
@@ -301,7 +334,7 @@ def train(job: Job) -> int:
         ),
     ]
     if config.nan_report:
-        hooks.insert(0, NanReport(training, recipe.objective).hook())
+        hooks.append(NanReport(training, recipe.objective).hook())
     progress.log(
         f"{job.name}: {training.model.size / 1e6:.2f}M parameters, mesh {training.plan.mesh} on "
         f"{devices[0].device_kind}, run folder {out}"
@@ -310,8 +343,6 @@ def train(job: Job) -> int:
         progress.log(note)
     with contextlib.ExitStack() as at_end:
         at_end.callback(job.checkpoints.close)
-        if board is not None:
-            at_end.callback(board.close)
         # XLA compiles the step while the first state and batch are made; the loop's call then finds it compiled.
         with clock.during("compilation"), concurrent.futures.ThreadPoolExecutor(1) as ahead:
             compiled = ahead.submit(training.compile, packed=recipe.data.packed)
@@ -322,32 +353,40 @@ def train(job: Job) -> int:
             if job.done:
                 with clock.during("restore"):
                     target = training.abstract_state()
-                    state = job.checkpoints.restore(target, job.done, fresh=fresh, log=progress.log)
+                    try:
+                        state = job.checkpoints.restore(target, job.done, fresh=fresh, log=progress.log)
+                    except ValueError as error:
+                        raise Misfit(str(error)) from error
             else:
                 state = fresh()
             batches = itertools.chain([next(job.batches)], job.batches)
             compiled.result()
-        wait_for_all("compiled")  # processes on CPU give up on one that is half a minute late for a first collective
+            wait_for_all("compiled")  # on CPU they give up on one that is half a minute late for a first collective
         # only now does the folder change: a restore may fail
         if is_first():
             dataset.tokenizer.save(out)
             command = {"name": job.name, "processes": joined().processes, "command": sys.argv}
-            run_folder.write_config(out, {**command, **about})
+            replace_text(out / "config.json", json.dumps({**command, **about}, indent=1))
             (out / "summary.json").unlink(missing_ok=True)  # of the steps that a resumed run has behind it
-        for line in lines.rewind(job.done):
+            if config.tensorboard:
+                board = TensorBoard(out / "tensorboard", start=job.done)
+                at_end.callback(board.close)
+        for line in lines.rewind(job.done, drop=is_last_validation):
             losses |= {line["step"]: line["loss"]} if "loss" in line else {}
             validation |= {line["step"]: line["validation_loss"]} if "validation_loss" in line else {}
-        with progress, watchdog, Stop(in_flight(training)) as stop:
+        with progress, watchdog, profile, Stop(in_flight(training)) as stop:
             state = fit(
                 training, state, batches, start=job.done, steps=config.steps, hooks=hooks, stop=stop, clock=clock
             )
-            step = int(state.step)
+            step, metric = int(state.step), None
             if step == config.steps:
                 with clock.during("evaluation"):
+                    if config.keep_best:  # of the rows that those before it were compared by
+                        metric = loss_of(state.params, config.eval_batches)
                     validate(step, state.params, None)
-            if step > job.done:
+            if step > saved:
                 with clock.during("checkpoints"):
-                    save(step, state)
+                    save(step, state, metric)
                     job.checkpoints.wait()
         if step < config.steps:
             progress.log(
@@ -362,10 +401,11 @@ def train(job: Job) -> int:
                 save_weights(out / "weights.safetensors", weights, dtype=dtype, metadata=about)
             texts = sample_texts(job, state.params) if config.sample_tokens else []
             baselines = ngram_losses(dataset) if is_first() else {}
+            if is_first():
+                plot_losses(out / "losses.png", losses, validation, baselines)
+                (out / "samples.txt").write_text("\n\n----\n\n".join(texts))
     if not is_first():
         return 0
-    plot_losses(out / "losses.png", losses, validation, baselines)
-    (out / "samples.txt").write_text("\n\n----\n\n".join(texts))
     for text in texts:
         progress.log(f"\n--- sampled ---\n{text}")
     final = validation[config.steps]
@@ -385,7 +425,7 @@ def train(job: Job) -> int:
     trained = waited + clock.seconds().get(STEPS, 0.0)
     progress.log(f"{clock.text()}; {waited / max(trained, 1e-9):.2%} of the loop waited for data")
     progress.log(f"loss curve: {out / 'losses.png'}\nrun folder: {out}")
-    (out / "summary.json").write_text(as_json(summary, indent=1))  # last: it says that nothing is left to do
+    replace_text(out / "summary.json", as_json(summary, indent=1))  # last: it says that nothing is left to do
     return 0
 
 

@@ -19,9 +19,9 @@ from meshpar.interfaces import PyTree
 
 
 def save_weights(path: Path, params: PyTree, *, dtype: Any = None, metadata: Mapping[str, Any] | None = None) -> None:
-    """Writes parameters, which all must fit into the memory of the first process.
+    """Writes parameters, which all must fit into the host memory of the first process.
 
-    Called by all processes; the first one writes.
+    Called by all processes; the first one writes. With several of them one array at a time is whole on each device.
 
     Args:
       params: arrays on any mesh.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,6 +46,13 @@ def as_json(values: Mapping[str, Any], indent: int | None = None) -> str:
     return json.dumps(known, indent=indent, allow_nan=False)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.writing")
+    temporary.write_text(text)
+    temporary.rename(path)
+
+
 class JsonLines:
     """Appends one JSON object a line, see `as_json`; each is on disk when `write` returns. Of several processes the
     first alone writes.
@@ -60,14 +67,16 @@ class JsonLines:
         with self.path.open("a") as file:
             file.write(as_json(values) + "\n")
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Drops the lines of later steps, which a resumed run writes again, and returns those that stay."""
+    def rewind(self, step: int, *, drop: Callable[[dict[str, Any]], bool] = lambda line: False) -> list[dict[str, Any]]:
+        """Drops the lines of later steps, and what `drop` says, which a resumed run writes again; returns those that
+        stay.
+        """
         if not is_first():
             return []
         text = self.path.read_text() if self.path.exists() else ""
         whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        kept = [values for values in whole if values["step"] <= step]
-        self.path.write_text("".join(as_json(values) + "\n" for values in kept))
+        kept = [values for values in whole if values["step"] <= step and not drop(values)]
+        replace_text(self.path, "".join(as_json(values) + "\n" for values in kept))
         return kept
 
 
@@ -155,7 +164,7 @@ def plot_losses(
         axes.plot(list(validation), list(validation.values()), "o-", label="validation")
     for number, (name, loss) in enumerate(baselines.items()):
         axes.axhline(loss, linestyle="--", linewidth=1, color=f"C{number + 2}", label=f"{name} model, validation")
-    axes.set_xlabel("optimizer updates")
+    axes.set_xlabel("steps")
     axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -20,6 +20,7 @@ from meshpar.interfaces import Batch, PyTree
 from meshpar.layout.context import placed
 from meshpar.layout.resolve import path_name
 from meshpar.precision.remat import seen_names
+from meshpar.train.accumulate import split_rows
 from meshpar.train.build import Training
 from meshpar.train.step import Objective, gradients
 from meshpar.train.trainer import Diverged, Hook
@@ -39,9 +40,15 @@ def first_not_finite(
     for path, fine in jax.device_get(jax.jit(_finite)(params)).items():
         if not fine.all():
             return f"parameter {path}{_layer(fine)}"
-    for name, fine in _activations(training, params, batch, key):
-        if not fine:
-            return name
+    # as the step splits them, whose microbatches have keys of their own
+    count = training.plan.accumulate
+    split = None if count == 1 else split_rows(batch, count)
+    for index in range(count):
+        microbatch = batch if split is None else jax.tree.map(lambda x, index=index: x[index], split)
+        micro_key = None if key is None else jax.random.fold_in(key, index)
+        for name, fine in _activations(training, params, microbatch, micro_key):
+            if not fine:
+                return name if count == 1 else f"microbatch {index}, {name}"
 
     def backward(params: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         with placed(training.plan.placement(training.mesh)):
@@ -143,8 +150,11 @@ class NanReport:
     def _on_metrics(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         kept, params, batch, key = self._kept.popleft()
         assert kept == step
-        scales = "loss_scale" in metrics  # then a gradient may overflow, and the step is skipped
-        if math.isfinite(metrics["loss"]) and (scales or math.isfinite(metrics["grad_norm"])):
+        if "loss_scale" in metrics:  # then a gradient may overflow now and then, and the step is skipped
+            wrong = metrics["skipped_in_a_row"] >= self._training.plan.precision.loss_scale.max_skips
+        else:
+            wrong = not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]))
+        if not wrong:
             return
         found = first_not_finite(self._training, self._objective, params, batch, key)
         raise Diverged(f"step {step}: the first tensor that is not finite is: {found or 'none, when computed again'}")

@@ -41,7 +41,7 @@ class OptimizerConfig:
     warmup: int = 100  # updates from 0 to the peak; 1-2% of the run is usual
     decay: float = 0.2  # wsd: this share of the run at its end
     final_lr: float = 0.1  # of the peak, where cosine, linear and wsd end
-    b1: float = 0.9
+    b1: float = 0.9  # b1 and b2 are of adamw, lion and muon's Adam, eps of adamw and muon; adafactor has its own
     b2: float = 0.95  # 0.95 for language models; 0.999 reacts too slowly to their gradient spikes
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices and tables; norms and biases never decay; sgd has none
@@ -107,7 +107,9 @@ class OptimizerConfig:
             return [optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.eps)]
         if self.name == "lion":
             return [optax.scale_by_lion(b1=self.b1, b2=self.b2)]
-        if self.name == "adafactor":  # an update of root mean square above 1 is scaled down, a leaf at a time
+        # An update of root mean square above 1 is scaled down, a leaf at a time. Second moments are kept as rows and
+        # columns where the two largest dims of a leaf have 128 or more elements, and whole elsewhere.
+        if self.name == "adafactor":
             return [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)]
         if model is None:
             raise ValueError("optimizer.name=muon needs the model to find its matrices; call make(steps, model)")
@@ -128,12 +130,12 @@ def decayed(params: PyTree) -> PyTree:
 
 
 def matrices(model: Model) -> PyTree:
-    """For each parameter of `model` the dims of the matrix that Muon orthogonalises, each layer by itself: `embed`
-    against all others; None for what is no matrix of a layer (tables, head, norms, biases).
+    """For each parameter of `model` the dims of the matrix that Muon orthogonalises, each layer and expert by itself:
+    `embed` against all others; None for what is no matrix of a layer (tables, head, norms, biases).
     """
 
     def one(path: str, leaf: Any, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
-        others = tuple(dim for dim, axis in enumerate(axes) if axis not in ("layers", "embed"))
+        others = tuple(dim for dim, axis in enumerate(axes) if axis not in ("layers", "experts", "embed"))
         if not path.startswith("blocks/") or axes.count("embed") != 1 or not others:
             return None
         return optax.contrib.MuonDimensionNumbers(reduction_axis=(axes.index("embed"),), output_axis=others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -26,22 +27,37 @@ def parse_steps(text: str) -> range:
     return range(first, last + 1)
 
 
-def profile_hook(steps: range, folder: Path) -> Hook:
-    """A hook that writes a trace of `steps` into `folder`, each process its own. What is in flight before them is in
-    it too.
+class Profile:
+    """Traces `steps` into a folder, each process into its own; what is in flight before them is in it too. Leaving the
+    `with` block ends a trace that still runs, so that a run which stops or fails inside of it leaves one.
     """
-    running = False
 
-    def before(step: int, state: Any, batch: Any) -> None:
-        nonlocal running
-        if step in steps and not running:
-            jax.profiler.start_trace(folder)
-            running = True
+    def __init__(self, steps: range, folder: Path):
+        self._steps, self._folder, self._running = steps, folder, False
 
-    def on_metrics(step: int, metrics: dict[str, float], seconds: float) -> None:
-        nonlocal running
-        if running and step >= steps[-1]:
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def hook(self) -> Hook:
+        """The hook that starts and ends the trace."""
+        return Hook(before=self._before, on_metrics=self._on_metrics)
+
+    def _before(self, step: int, state: Any, batch: Any) -> None:
+        if step in self._steps and not self._running:
+            several = jax.process_count() > 1  # on one host they would write the same file
+            jax.profiler.start_trace(self._folder / f"process_{jax.process_index()}" if several else self._folder)
+            self._running = True
+
+    def _on_metrics(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        if self._running and step >= self._steps[-1]:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
             jax.profiler.stop_trace()
-            running = False
-
-    return Hook(before=before, on_metrics=on_metrics)

@@ -32,7 +32,8 @@ class RunConfig:
     export: Export = "fp32"  # weights.safetensors at the end, in this dtype; "none" writes none
     tensorboard: bool = True  # the metrics for TensorBoard, beside metrics.jsonl
     profile: str = ""  # steps to trace: "12", or "12:15"
-    nan_report: bool = False  # name the first tensor that is not finite; costs a copy of the parameters in each step
+    # name the first tensor that is not finite, where the run would end; costs a copy of the parameters in each step
+    nan_report: bool = False
     stall: float = 600.0  # seconds of silence after which the watchdog says which step hangs; 0: never
 
     def __post_init__(self) -> None:
@@ -58,6 +59,11 @@ class RunConfig:
             raise ValueError(f"train.stall={self.stall} must be at least 0 seconds; 0 turns the watchdog off")
         if self.keep_best and not self.eval_every:
             raise ValueError(f"train.keep_best={self.keep_best} needs losses to compare; set train.eval_every")
+        if self.keep_best and self.checkpoint_every % self.eval_every:
+            raise ValueError(
+                f"train.keep_best={self.keep_best} needs a loss with each checkpoint; make "
+                f"train.checkpoint_every={self.checkpoint_every} a multiple of train.eval_every={self.eval_every}"
+            )
         traced = parse_steps(self.profile)
         if traced and traced[-1] > self.steps:
             raise ValueError(f"train.profile={self.profile} ends after train.steps={self.steps}; name earlier steps")

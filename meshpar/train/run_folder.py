@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from meshpar.train.build import Training
+from meshpar.train.optimizer import OptimizerConfig
 from meshpar.train.run import Recipe
 from meshpar.train.values import to_json
 
@@ -88,10 +89,11 @@ def resume_note(folder: Path, recipe: Recipe, done: int) -> str:
     """What to tell about a learning rate that jumps, because the run is longer or shorter than planned."""
     if not done:
         return ""
-    steps, optimizer, earlier = recipe.train.steps, recipe.optimizer, _recipe_of(folder)["train.steps"]
-    if optimizer.schedule == "constant" or steps in (earlier, done) or earlier <= optimizer.warmup:
+    before, steps = _recipe_of(folder), recipe.train.steps
+    earlier, was = before["train.steps"], _optimizer_of(before)
+    if recipe.optimizer.schedule == "constant" or steps in (earlier, done) or earlier <= was.warmup:
         return ""
-    old, new = (float(optimizer.learning_rate(count)(done)) for count in (earlier, steps))
+    old, new = float(was.learning_rate(earlier)(done)), float(recipe.optimizer.learning_rate(steps)(done))
     return f"train.steps was {earlier} and is {steps}: the learning rate goes on at {new:.3g} instead of {old:.3g}"
 
 
@@ -108,13 +110,6 @@ def describe_run(recipe: Recipe, training: Training) -> dict[str, Any]:
         "parameters": training.model.size,
         "versions": {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}},
     }
-
-
-def write_config(folder: Path, values: Mapping[str, Any]) -> None:
-    """Writes `config.json`, whole or not at all."""
-    temporary = folder / "config.json.writing"
-    temporary.write_text(json.dumps(values, indent=1))
-    temporary.rename(folder / "config.json")
 
 
 def _compare(folder: Path, recipe: Recipe) -> None:
@@ -136,6 +131,13 @@ def _recipe_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"{folder / 'config.json'} does not tell the recipe of this run; restore that file") from None
     return before
+
+
+def _optimizer_of(values: Mapping[str, Any]) -> OptimizerConfig:
+    prefix = "optimizer."
+    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    given = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    return OptimizerConfig(**{name: value for name, value in given.items() if name in known})
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`Stop`: a run that is told to end does so between two steps, all processes before the same one.
 
-SIGTERM (a cluster takes the machine away) and Ctrl-C ask for it; a second Ctrl-C interrupts at once. With several
+SIGTERM (a cluster takes the machine away) and Ctrl-C ask for it; Ctrl-C after either interrupts at once. With several
 processes the signal may reach only one of them, so it writes the step to stop at where all look before each step. No
 process is more than the steps in flight ahead of another, because it reads the metrics of the step that many before,
 and no metrics are there before all have begun it. So a step that lies so far ahead is news to nobody too late.

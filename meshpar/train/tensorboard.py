@@ -13,10 +13,10 @@ class TensorBoard:
     """Writes scalars of steps; close it to flush them."""
 
     def __init__(self, folder: Path, *, start: int):
-        """`start`: steps that a resumed run has behind it; what was written of later ones is hidden."""
+        """`start`: steps that the run has behind it; what an earlier one wrote of later ones is hidden."""
         from tensorboardX import SummaryWriter  # half a second
 
-        self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+        self._writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """One point of each curve; None and numbers that are not finite are left out."""

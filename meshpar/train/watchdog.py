@@ -68,8 +68,8 @@ class Watchdog:
                 if file is None:
                     continue
                 print(
-                    f"watchdog: step {self._finished + 1} has not finished, and nothing else happened for "
-                    f"{self._seconds:g} s in process {jax.process_index()}; its threads are here:",
+                    f"watchdog: nothing happened for {self._seconds:g} s in process {jax.process_index()} since step "
+                    f"{self._finished} finished; step {self._finished + 1} or what comes before it hangs, here:",
                     file=file,
                     flush=True,
                 )

@@ -20,6 +20,7 @@ import pytest
 from safetensors import safe_open
 
 from experiments.train_lm import main, perplexity
+from meshpar.checkpoint.manager import Checkpoints
 from meshpar.train.metrics import JsonLines
 from meshpar.train.optimizer import OptimizerConfig
 from meshpar.train.run_folder import lock
@@ -173,8 +174,8 @@ def test_another_number_of_steps_tells_the_jump_of_the_learning_rate(
         text, train__steps=10, optimizer__schedule="cosine", mesh="fsdp=2", accumulate=2, precision__storage="copy"
     )
     assert main([*longer, "--out", str(tmp_path / "run")]) == 0
-    # the cosine over 6 updates has ended at update 6: a tenth of 3e-3; over 10 it is half-way: 0.55
-    told = "train.steps was 6 and is 10: the learning rate goes on at 0.00165 instead of 0.0003"
+    # the rate was constant; the cosine over 10 updates is half-way from the peak to a tenth of it
+    told = "train.steps was 6 and is 10: the learning rate goes on at 0.00165 instead of 0.003"
     assert printed.count(told) == 1
     assert any(line.startswith("restoring step 6, written on data=2 tensor=2, onto fsdp=2") for line in printed)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 10
@@ -249,6 +250,41 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert losses_of(tmp_path / "run") == losses_of(finished.folder)
     data = [[line["data"] for line in metrics_of(run) if "loss" in line] for run in (tmp_path / "run", finished.folder)]
     assert data[0] == data[1] and len(set(data[0])) == 6
+
+
+def test_the_best_checkpoint_stays_and_curves_of_lost_steps_are_hidden(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    purged = []
+    monkeypatch.setattr(
+        "tensorboardX.SummaryWriter.__init__", lambda self, folder, *, purge_step: purged.append(purge_step)
+    )
+    monkeypatch.setattr("tensorboardX.SummaryWriter.add_scalar", lambda *_: None)
+    monkeypatch.setattr("tensorboardX.SummaryWriter.close", lambda *_: None)
+    growing = {"optimizer__lr": 0.3, "train__checkpoint_every": 2, "train__eval_every": 2}  # which soon makes it worse
+    plain = {"train__sample_tokens": 0, "train__export": "none"}
+    command = arguments(text, train__keep=1, train__keep_best=1, **growing, **plain)
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    measured = {line["step"]: line["validation_loss"] for line in metrics_of(tmp_path) if "validation_loss" in line}
+    best = min(measured, key=lambda step: measured[step])
+    assert best == 4
+    assert checkpoints.steps() == [best, 6]
+    assert checkpoints.manifest(best).metric == measured[best]
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    (tmp_path / "summary.json").unlink()
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    assert purged == [1, best + 1]
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_sentence(
+    text: Path, tmp_path: Path, finished: Finished, capsys: Capsys
+) -> None:
+    shutil.copytree(finished.folder, tmp_path / "run")
+    config = tmp_path / "run" / "config.json"
+    config.write_text(config.read_text().replace('"mlp": 64', '"mlp": 96'))
+    assert main([*arguments(text, train__steps=8, model__mlp=96), "--out", str(tmp_path / "run")]) == 2
+    assert "is (2, 64, 32) in the checkpoint of step 6 and (2, 96, 32) here" in capsys.readouterr().err
 
 
 def test_weights_curves_profile_and_goodput_are_left_behind(text: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def test_anything_else_is_one_sentence(text: str) -> None:
         ({"profile": "9:11"}, "train.profile=9:11 ends after train.steps=10"),
         ({"export": "fp8"}, "train.export='fp8' is not one of fp32, bf16, none"),
         ({"stall": -1.0}, "train.stall=-1.0 must be at least 0 seconds"),
+        ({"keep_best": 1, "eval_every": 4, "checkpoint_every": 6}, "make train.checkpoint_every=6 a multiple of"),
         ({"keep_best": 1, "eval_every": 0}, "train.keep_best=1 needs losses to compare; set train.eval_every"),
     ],
 )
