@@ -13,6 +13,7 @@ import pytest
 
 from experiments.train_lm import main
 from meshpar.train.metrics import JsonLines
+from meshpar.train.recipe import apply_overrides, load_recipe
 
 TINY = (
     "model.layers=2 model.embed=32 model.heads=4 model.kv_heads=2 model.mlp=64 model.vocab=257 model.max_seq=64 "
@@ -99,5 +100,12 @@ def test_fp16_goes_on_with_its_loss_scale(
     assert main(command(text, tmp_path / "run", *scaled)) == 0
     for name in ("loss", "loss_scale", "skipped", "updates", "lr"):
         assert column(tmp_path / "run", name) == column(tmp_path / "whole", name)
-    assert sum(column(tmp_path / "whole", "skipped")) > 0
+    skipped, rates = column(tmp_path / "whole", "skipped"), column(tmp_path / "whole", "lr")
+    assert 0 < sum(skipped) < 8
+    # no rate was applied in a skipped step; the others follow the schedule, from its beginning
+    assert [rate for rate, skip in zip(rates, skipped, strict=True) if skip] == [0.0] * int(sum(skipped))
+    applied = [rate for rate, skip in zip(rates, skipped, strict=True) if not skip]
+    assert applied == pytest.approx(
+        apply_overrides(load_recipe("llama_tiny_stdlib"), TINY.split()).optimizer.rates(8)[: len(applied)].tolist()
+    )
     assert column(tmp_path / "whole", "updates")[-1] < 8

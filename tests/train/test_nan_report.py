@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +18,7 @@ from meshpar.train.build import Training, build
 from meshpar.train.nan_report import NanReport, first_not_finite
 from meshpar.train.step import Objective
 from meshpar.train.trainer import Diverged, fit
-from tests.conformance.runs import BATCH, LLAMA, SEQ, batch_of, model_of
+from tests.conformance.runs import BATCH, GPT, LLAMA, SEQ, batch_of, model_of
 
 
 def training_of(mesh: str, **plan: Any) -> Training:
@@ -81,3 +83,22 @@ def test_the_hook_ends_the_run_with_the_name_and_without_it_the_run_ends_too() -
         fit(training, training.init(0), batches(), start=0, steps=5, hooks=[hook])
     with pytest.raises(Diverged, match=r"the loss of step 2 is nan, and its update spoilt the parameters"):
         fit(training, training.init(0), batches(), start=0, steps=5)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_report_draws_the_masks_of_the_step(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding that is spoilt under one key alone: that of the last microbatch in the step."""
+    plan = Plan(mesh=MeshSpec(data=1), precision=Policy(compute="fp32"), accumulate=count)
+    model = model_of(dataclasses.replace(GPT, dropout=0.2))
+    training = build(model, optax.sgd(0.1), plan, batch=BATCH, seq=SEQ, devices=jax.devices()[:1])
+    params, batch, key = training.init(0).params, training.place(batch_of(0)), jax.random.key(7)
+    drawn = jax.random.key_data(jax.random.split(jax.random.fold_in(key, count - 1))[0])
+    embed = type(model.bind(params)).embed
+
+    def spoilt(self: Any, batch: Any, key: Any) -> Any:
+        wrong = jnp.all(jax.random.key_data(key) == drawn)
+        return jnp.where(wrong, jnp.nan, embed(self, batch, key))
+
+    monkeypatch.setattr(type(model.bind(params)), "embed", spoilt)
+    found = first_not_finite(training, Objective(), params, batch, key)
+    assert found == ("embedding of the tokens" if count == 1 else "microbatch 1, embedding of the tokens")
