@@ -161,6 +161,7 @@ def test_a_run_that_was_killed_before_its_results_is_finished(text: Path, tmp_pa
     one, other = (json.loads((run / "summary.json").read_text()) for run in (folder, finished.folder))
     for name in ("steps", "validation_loss", "bigram_loss"):
         assert one[name] == other[name]
+    assert [line["step"] for line in metrics_of(folder) if "validation_loss" in line] == [2, 4, 6]  # the last one once
     assert losses_of(folder) == losses_of(finished.folder)
 
 
