@@ -8,7 +8,7 @@
 
 On a machine without accelerators the script emulates as many CPU devices as the mesh has (8 when one axis is -1).
 The run folder gets config.json, metrics.jsonl, tensorboard/, summary.json, losses.png, samples.txt, the tokenizer,
-weights.safetensors and checkpoints/. SIGTERM or Ctrl-C saves and ends; the same command then goes on from there.
+weights.safetensors and checkpoints/. SIGTERM or Ctrl-C saves and ends; the same command goes on from there, with --out.
 Several processes run this same command, started by `meshpar launch`, srun, mpirun or on a TPU pod; all must see the run
 folder, and the first one prints and writes.
 
@@ -96,8 +96,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train_or_tell(job: Job) -> int:
     """Trains; what goes wrong with a run is a sentence. Returns the exit code."""
+    import jax
+
     from meshpar.checkpoint.background import SaveError
-    from meshpar.mesh.distributed import is_first
+    from meshpar.mesh.distributed import is_first, joined
     from meshpar.train.trainer import Diverged
 
     if job.finished:
@@ -112,6 +114,11 @@ def train_or_tell(job: Job) -> int:
     except (Diverged, SaveError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        if joined().processes == 1:
+            raise
+        print(f"error: another process is gone, or cannot be reached ({str(error).splitlines()[0]})", file=sys.stderr)
+        return 1
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -124,16 +131,14 @@ class Misfit(ValueError):
 
 
 def print_keys(recipe: Any) -> None:
-    """Every key of a recipe as a table."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
+    """Every key of a recipe, one a line, as --set takes it, then its type and meaning."""
     from meshpar.train.recipe import describe_keys
 
-    table = Table(Column("key", no_wrap=True), "value", "type", "meaning", box=None)
-    for key in describe_keys(recipe):
-        table.add_row(key.key, str(key.value), key.type, key.comment)
-    Console().print(table)
+    keys = describe_keys(recipe)
+    spelled = [f"{key.key}={key.value}" for key in keys]
+    width = min(max(map(len, spelled)), 44)
+    for text, key in zip(spelled, keys, strict=True):
+        print(f"{text:{width}}  {key.type}" + (f": {key.comment}" if key.comment else ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,17 +386,16 @@ def train(job: Job) -> int:
             step, metric = int(state.step), None
             if step == config.steps:
                 with clock.during("evaluation"):
+                    progress.log("evaluating on the validation split")
                     if config.keep_best:  # of the rows that those before it were compared by
                         metric = loss_of(state.params, config.eval_batches)
-                    validate(step, state.params, None)
+                    validate(step, state.params, config.final_eval_batches or None)
             if step > saved:
                 with clock.during("checkpoints"):
                     save(step, state, metric)
                     job.checkpoints.wait()
         if step < config.steps:
-            progress.log(
-                f"stopped by a signal after step {step} of {config.steps}; the same command goes on from there"
-            )
+            progress.log(f"stopped by a signal after step {step} of {config.steps}; go on with --out {out}")
             return STOPPED
 
         with clock.during("results"):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps the two lists equal
     from meshpar.attention.attend import attend as attend
     from meshpar.checkpoint.manager import Checkpoints as Checkpoints
+    from meshpar.checkpoint.weights import load_weights as load_weights
+    from meshpar.checkpoint.weights import save_weights as save_weights
     from meshpar.generate.sample import sample as sample
     from meshpar.interfaces import Batch as Batch
     from meshpar.interfaces import LanguageModel as LanguageModel
@@ -76,6 +78,8 @@ _HOME = {
     "fit": "train.trainer",
     "Hook": "train.trainer",
     "Checkpoints": "checkpoint.manager",
+    "save_weights": "checkpoint.weights",
+    "load_weights": "checkpoint.weights",
     "sample": "generate.sample",
     # text
     "DataConfig": "train.data",

@@ -46,6 +46,7 @@ ACTIVATIONS = (
 class Plan:
     """How one training step is spread over a mesh. `Plan()` is one device, bf16 compute, no rematerialisation."""
 
+    # Degrees of the mesh axes, such as "data=2 fsdp=-1 tensor=2"; one -1 takes the devices that are left.
     mesh: MeshSpec = MeshSpec()
     # ZeRO stage 0-3. None: 3 (FSDP) when the mesh has an fsdp axis, else 0.
     zero: int | None = None
@@ -64,6 +65,7 @@ class Plan:
     # What the forward keeps for the backward: "none" rematerialises nothing, "full" every block, "selective" keeps
     # `remat_save`.
     remat: Remat = "none"
+    # Names of `precision.remat.SAVE_NAMES`.
     remat_save: tuple[str, ...] = ("qkv", "attention", "mlp_gate")
     # Layers per iteration of the layer loop; 0 writes all layers out. More run faster (fewer copies into stacked
     # buffers) and compile longer. With rematerialisation or ZeRO 3 it is always 1.

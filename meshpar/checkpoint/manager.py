@@ -50,7 +50,7 @@ class Checkpoints:
     the folder is one that all of them see.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, best: int = 0, axes: PyTree | None = None):
+    def __init__(self, folder: Path | str, *, keep: int = 2, best: int = 0, axes: PyTree | None = None):
         """Args:
         keep: how many of the newest stay.
         best: how many of those with the lowest metric stay besides.
@@ -63,7 +63,7 @@ class Checkpoints:
             raise ValueError(f"keep={keep} would leave no checkpoint; use 1 or more")
         if best < 0:
             raise ValueError(f"best={best} is negative; 0 keeps none for its metric")
-        self.folder = folder.absolute()
+        self.folder = Path(folder).absolute()
         self._keep = keep
         self._best = best
         self._axes = axes

@@ -18,7 +18,9 @@ from meshpar.checkpoint.reshard import named_leaves
 from meshpar.interfaces import PyTree
 
 
-def save_weights(path: Path, params: PyTree, *, dtype: Any = None, metadata: Mapping[str, Any] | None = None) -> None:
+def save_weights(
+    path: Path | str, params: PyTree, *, dtype: Any = None, metadata: Mapping[str, Any] | None = None
+) -> None:
     """Writes parameters, which all must fit into the host memory of the first process.
 
     Called by all processes; the first one writes. With several of them one array at a time is whole on each device.
@@ -30,6 +32,7 @@ def save_weights(path: Path, params: PyTree, *, dtype: Any = None, metadata: Map
     """
     from safetensors.numpy import save_file
 
+    path = Path(path)
     whole: dict[str, np.ndarray] = {}
     for name, leaf in named_leaves(params).items():
         leaf = leaf if dtype is None else leaf.astype(dtype)
@@ -45,7 +48,7 @@ def save_weights(path: Path, params: PyTree, *, dtype: Any = None, metadata: Map
         temporary.rename(path)
 
 
-def load_weights(path: Path, target: PyTree) -> PyTree:
+def load_weights(path: Path | str, target: PyTree) -> PyTree:
     """Reads parameters into the shapes, dtypes and shardings of `target`.
 
     Args:
@@ -56,6 +59,7 @@ def load_weights(path: Path, target: PyTree) -> PyTree:
     """
     from safetensors import SafetensorError, safe_open
 
+    path = Path(path)
     try:
         with safe_open(path, framework="numpy") as file:
             there = set(file.keys())

@@ -30,7 +30,8 @@ class Policy:
     fp32 weights: updates below half a unit in the last place are lost, so it is there to be compared with.
     """
 
-    compute: Dtype = "bf16"
+    compute: Dtype = "bf16"  # dtype of activations and of the weights in matrix products
+    # cast: fp32 parameters; copy: fp32 masters beside parameters in the compute dtype; pure: no fp32, to compare with
     storage: Storage = "cast"
     # in which gradients are summed over devices; fp32 costs twice the bytes of half precision and loses none of it
     reduce: Reduce = "compute"

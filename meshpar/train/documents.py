@@ -86,7 +86,7 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
                 continue
             if not isinstance(text, str):
                 raise ValueError(
-                    f"{where} has {text_key}={text!r:.40}, which is no text; set text_key to a key of text"
+                    f"{where} has {text_key}={text!r:.40}, which is no text; set data.text_key to a key of text"
                 )
             if not text.isascii():  # \ud800 is legal JSON and half a character: UTF-8 cannot encode it
                 text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
@@ -114,7 +114,7 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
         kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
         if str(kind).removeprefix("large_").removesuffix("_view") not in ("string", "binary"):
             raise ValueError(
-                f"{path} has {text_key} of type {kind}, which is no text; set text_key to a column of text"
+                f"{path} has {text_key} of type {kind}, which is no text; set data.text_key to a column of text"
             )
         try:
             for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key], use_threads=False):
@@ -142,4 +142,4 @@ READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 def _no_text(where: str, what: str, text_key: str, names: Iterable[str]) -> str:
     names = [str(name) for name in names]
     hint = did_you_mean(text_key, names) or ";"
-    return f"{where} has no {what} {text_key!r}{hint} set text_key to one of {', '.join(names) or '(it has none)'}"
+    return f"{where} has no {what} {text_key!r}{hint} set data.text_key to one of {', '.join(names) or '(it has none)'}"

@@ -156,6 +156,7 @@ def plot_losses(
     PNG.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -165,6 +166,7 @@ def plot_losses(
     for number, (name, loss) in enumerate(baselines.items()):
         axes.axhline(loss, linestyle="--", linewidth=1, color=f"C{number + 2}", label=f"{name} model, validation")
     axes.set_xlabel("steps")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()

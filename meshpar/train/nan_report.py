@@ -157,4 +157,7 @@ class NanReport:
         if not wrong:
             return
         found = first_not_finite(self._training, self._objective, params, batch, key)
-        raise Diverged(f"step {step}: the first tensor that is not finite is: {found or 'none, when computed again'}")
+        raise Diverged(
+            f"step {step}: the first tensor that is not finite is: {found or 'none, when computed again'}; "
+            "lower optimizer.lr, warm up longer, or set objective.clip_norm"
+        )

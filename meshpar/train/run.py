@@ -20,14 +20,16 @@ Export = Literal["fp32", "bf16", "none"]
 class RunConfig:
     """How long a run is and what it does along the way; all counts in steps."""
 
-    steps: int
+    steps: int  # batches that are trained on; with loss scaling some of them may be skipped
     batch: int  # rows of the global batch, over all devices and microbatches
     seed: int = 0  # 0 to 2^32 - 1, of the initial parameters and of dropout
     eval_every: int = 100  # 0: only at the end
     eval_batches: int = 16  # at most so many validation batches; a full pass at the end
     checkpoint_every: int = 0  # 0: only at the end
+    final_eval_batches: int = 0  # validation batches at the end; 0: all of them
     keep: int = 2  # newest checkpoints that stay
-    keep_best: int = 0  # checkpoints with the lowest validation loss that stay besides; they need eval_every
+    # checkpoints with the lowest validation loss that stay besides; checkpoint_every is then a multiple of eval_every
+    keep_best: int = 0
     sample_tokens: int = 96  # of each sampled text at the end; 0 samples nothing
     export: Export = "fp32"  # weights.safetensors at the end, in this dtype; "none" writes none
     tensorboard: bool = True  # the metrics for TensorBoard, beside metrics.jsonl
@@ -43,6 +45,7 @@ class RunConfig:
             ("seed", 0),
             ("eval_every", 0),
             ("eval_batches", 1),
+            ("final_eval_batches", 0),
             ("checkpoint_every", 0),
             ("keep", 1),
             ("keep_best", 0),

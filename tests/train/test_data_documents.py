@@ -64,9 +64,9 @@ def test_half_a_character_in_json_becomes_replacements(tmp_path: Path) -> None:
         ('{"text": "a"', "line 2 is not JSON (Expecting ',' delimiter"),
         ("[" * 100_000, "line 2 is not JSON ("),
         ('["text"]', 'line 2 is not a JSON object; write the text as {"text": "..."}'),
-        ('{"txt": "a", "id": 1}', "line 2 has no key 'text'; did you mean 'txt'? set text_key to one of txt, id"),
-        ("{}", "line 2 has no key 'text'; set text_key to one of (it has none)"),
-        ('{"text": ["a"]}', "line 2 has text=['a'], which is no text; set text_key to a key of text"),
+        ('{"txt": "a", "id": 1}', "line 2 has no key 'text'; did you mean 'txt'? set data.text_key to one of txt, id"),
+        ("{}", "line 2 has no key 'text'; set data.text_key to one of (it has none)"),
+        ('{"text": ["a"]}', "line 2 has text=['a'], which is no text; set data.text_key to a key of text"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number_and_the_fix(tmp_path: Path, line: str, said: str) -> None:
@@ -92,8 +92,8 @@ def test_a_column_may_be_any_kind_of_string(tmp_path: Path, kind: str) -> None:
 def test_a_parquet_file_without_text_is_refused_with_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"texts": ["a"], "id": [1], "list": [["a"]]}), path)
-    assert refused(path) == "has no column 'text'; did you mean 'texts'? set text_key to one of texts, id, list"
-    assert refused(path, "id") == "has id of type int64, which is no text; set text_key to a column of text"
+    assert refused(path) == "has no column 'text'; did you mean 'texts'? set data.text_key to one of texts, id, list"
+    assert refused(path, "id") == "has id of type int64, which is no text; set data.text_key to a column of text"
     assert "has list of type list<" in refused(path, "list")
     assert refused(write(path, "text")).startswith("is not a Parquet file (")
     whole = io.BytesIO()
