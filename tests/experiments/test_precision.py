@@ -19,6 +19,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_underflow_overflow_and_their_cures_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

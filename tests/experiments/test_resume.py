@@ -63,8 +63,8 @@ def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("mesh=data=8",),
         ("mesh=fsdp=4 tensor=2", "zero=3"),
-        ("mesh=fsdp=2", "zero=2", "accumulate=2"),
-        ("mesh=tensor=2",),
+        pytest.param(("mesh=fsdp=2", "zero=2", "accumulate=2"), marks=pytest.mark.slow),
+        pytest.param(("mesh=tensor=2",), marks=pytest.mark.slow),
         ("mesh=data=1",),
     ],
     ids=lambda overrides: overrides[0],
@@ -86,7 +86,7 @@ def test_a_stopped_run_goes_on_upon_another_mesh(
     assert column(whole, "loss")[-1] < column(whole, "loss")[done - 1] - 0.01  # equal, and not because nothing moves
 
 
-@pytest.mark.parametrize("storage", ["copy", "cast"])
+@pytest.mark.parametrize("storage", ["copy", pytest.param("cast", marks=pytest.mark.slow)])
 def test_fp16_goes_on_with_its_loss_scale(
     storage: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
