@@ -12,7 +12,8 @@ weights.safetensors and checkpoints/. SIGTERM or Ctrl-C saves and ends; the same
 Several processes run this same command, started by `meshpar launch`, srun, mpirun or on a TPU pod; all must see the run
 folder, and the first one prints and writes.
 
-Exit codes: 0 done; 1 the run failed, with a sentence; 2 a bad value, before anything ran; 143 stopped by a signal.
+Exit codes: 0 done; 1 the run failed, with a sentence; 2 a bad value, before anything ran; 143 stopped by a signal
+that saved; 130 Ctrl-C before there was anything to save.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import errno
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()
-STOPPED = 143  # as the shell reports SIGTERM
+STOPPED, INTERRUPTED = 143, 130  # as the shell reports SIGTERM and SIGINT
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,6 +72,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--process", type=int, help="which one this is, from 0, with --coordinator")
     parser.add_argument("--keys", action="store_true", help="list what --set takes, with its value in this recipe")
     options = parser.parse_args(arguments)
+    try:
+        return run(options)
+    except KeyboardInterrupt:  # outside the loop, which saves: before its first step, or while results are written
+        print("interrupted outside of training; the same command, with its --out, goes on", file=sys.stderr, flush=True)
+        from meshpar.mesh.distributed import joined
+
+        if joined().processes > 1:
+            os._exit(INTERRUPTED)  # jax would wait for the others, and abort with a trace when they are gone
+        return INTERRUPTED
+
+
+def run(options: argparse.Namespace) -> int:
+    """What the parsed command line asks for; returns the exit code."""
     with contextlib.ExitStack() as held:
         try:
             from meshpar.mesh.distributed import join, wait_for_all

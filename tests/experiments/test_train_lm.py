@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from experiments.train_lm import main, perplexity
 from meshpar.checkpoint.manager import Checkpoints
+from meshpar.mesh.distributed import Cluster
 from meshpar.train.metrics import JsonLines
 from meshpar.train.optimizer import OptimizerConfig
 from meshpar.train.run_folder import lock
@@ -251,6 +252,22 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert losses_of(tmp_path / "run") == losses_of(finished.folder)
     data = [[line["data"] for line in metrics_of(run) if "loss" in line] for run in (tmp_path / "run", finished.folder)]
     assert data[0] == data[1] and len(set(data[0])) == 6
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_before_training_is_one_sentence(
+    processes: int, text: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.train_lm.prepare", interrupted)
+    monkeypatch.setattr("meshpar.mesh.distributed.joined", lambda: Cluster(source="flags", processes=processes))
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    assert main(arguments(text)) == 130
+    assert ended == [130] * (processes > 1)  # several do not wait for one another
+    assert capsys.readouterr().err == ("interrupted outside of training; the same command, with its --out, goes on\n")
 
 
 def test_the_best_checkpoint_stays_and_curves_of_lost_steps_are_hidden(
