@@ -40,3 +40,10 @@ def wait_at_barrier(name: str, seconds: int) -> None:
     gives up on processes that come half a minute late. This one asks the coordinator, as Orbax does.
     """
     coordination_client().wait_at_barrier(name, seconds * 1000)
+
+
+def same_trace(x: jax.Array, y: jax.Array) -> bool:
+    """Whether two values belong to one function that is being traced, and not one to a function inside the other's. jax
+    keeps what a tracer belongs to private.
+    """
+    return getattr(x, "_trace", None) is getattr(y, "_trace", None)

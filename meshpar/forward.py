@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from meshpar.collectives.gather_weight import gather_weight
 from meshpar.interfaces import Axes, Batch, LanguageModel, PyTree
 from meshpar.layout.constrain import split_as
+from meshpar.layout.context import current
 from meshpar.layout.resolve import dims_over, path_name, place, split_over
 from meshpar.module import Model, is_norm_or_bias
 from meshpar.plan import Plan
@@ -27,7 +28,8 @@ from meshpar.precision.remat import remat
 class Forward:
     """A model, a plan and a mesh, ready to run inside a traced function whose placement is entered.
 
-    `manual_axes` are the mesh axes that a surrounding `shard_map` has made manual.
+    `manual_axes` are the mesh axes that a surrounding `shard_map` has made manual. Where the placement has a tape, all
+    layers are written out and nothing is rematerialised, so that the activations of each are on it.
 
     Calling it: `(params, batch, key) -> (module bound to usable weights, hidden states [batch, seq_residual, embed],
     auxiliary sums by name)`.
@@ -41,6 +43,8 @@ class Forward:
     def __call__(
         self, params: PyTree, batch: Batch, key: jax.Array | None
     ) -> tuple[LanguageModel, jax.Array, dict[str, jax.Array]]:
+        placement = current()
+        tape = None if placement is None else placement.tape
         use = weights_in_use(self.plan, self.mesh, self.manual_axes)
         shared = {name: value for name, value in params.items() if name != "blocks"}
         shared_axes = {name: value for name, value in self.model.axes.items() if name != "blocks"}
@@ -52,12 +56,18 @@ class Forward:
         def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, layer)
             weights = use(weights, self.model.layer_axes, self.model.layer_shapes)
+            if tape is not None:
+                tape.where = f"block {layer}"
             y, aux = lm.block(self.model.bind_block(weights), x, batch, block_key)
             return y, dict(aux)
 
         # What is computed or gathered again must not stand in one computation with its first run: XLA would merge them.
         again = self.plan.remat != "none" or (bool(self.plan.layouts().params.spread) and self.mesh.size > 1)
         unroll = 1 if again else self.plan.unroll
+        if tape is not None:
+            x, aux = loop(block, x, params["blocks"], self.model.layers, unroll=0)
+            tape.where = ""
+            return lm, x, aux
         shapes = {weight.shape[1:] for weight in jax.tree.leaves(params["blocks"])}
         block = remat(block, self.plan.remat, self.plan.remat_save, weights=shapes)
         x, aux = loop(block, x, params["blocks"], self.model.layers, unroll)

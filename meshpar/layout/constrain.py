@@ -36,7 +36,10 @@ def constrain(x: jax.Array, axes: str, *, name: str = "activation") -> jax.Array
     spec = place(
         placement.layout, logical, x.shape, placement.mesh, path=f"{name} {axes!r}", manual_axes=placement.manual_axes
     ).spec
-    return split_as(x, spec, placement.mesh, placement.manual_axes)
+    x = split_as(x, spec, placement.mesh, placement.manual_axes)
+    if placement.tape is not None:
+        placement.tape.record(name, x)
+    return x
 
 
 def split_as(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.layout.rules import Layout
+from meshpar.layout.tape import Tape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class Placement:
     layout: Layout
     attention: str = "auto"  # a backend of `attention.attend`
     manual_axes: frozenset[str] = frozenset()  # mesh axes that a surrounding shard_map has made manual
+    tape: Tape | None = None  # where `constrain` notes what it sees
 
 
 _current: ContextVar[Placement | None] = ContextVar("meshpar_placement", default=None)
