@@ -36,15 +36,16 @@ def test_kill_9_at_random_moments_loses_nothing_beyond_the_last_complete_save(tm
             line = process.stdout.readline()
         begun = int(line.split()[-1])
         assert begun in (sure, sure + 1)
-        line = process.stdout.readline()
-        time.sleep(rng.uniform(0.0, 0.5))
+        lines, wanted = [process.stdout.readline()], begun + rng.randint(1, 3)
+        while lines[-1].startswith("surely") and int(lines[-1].split()[-1]) < wanted:  # on a slow machine too
+            lines.append(process.stdout.readline())
+        time.sleep(rng.uniform(0.0, 0.1))
         process.kill()
-        rest = [line, *process.communicate()[0].splitlines()]
-        sure = max(int(text.split()[-1]) for text in rest if text.startswith("surely") and text.split()[-1].isdigit())
-        assert sure > begun or begun == 0 or len(rest) == 1
+        lines += process.communicate()[0].splitlines()
+        sure = max(int(text.split()[-1]) for text in lines if text.startswith("surely") and text.split()[-1].isdigit())
+        assert sure >= wanted
     code, out, errors = finish("print(number(checkpoints.restore(abstract)) - checkpoints.latest())", tmp_path)
     assert (code, out.split()[-1]) == (0, "0"), errors
-    assert sure > 4
 
 
 def test_a_save_that_fails_at_the_very_end_is_printed(tmp_path: Path) -> None:
