@@ -64,6 +64,17 @@ def gpt_tiny_stdlib() -> Recipe:
     )
 
 
+def llama_micro() -> Recipe:
+    """A Llama of 25 thousand parameters, for checks of many meshes: `python -m meshpar check llama_micro --fuzz 20`."""
+    return Recipe(
+        model=LlamaConfig(vocab=257, layers=2, embed=32, heads=4, kv_heads=2, mlp=64, max_seq=64, init_std=0.1),
+        plan=Plan(mesh=MeshSpec(data=1), precision=Policy(compute="fp32")),
+        data=DataConfig(source="stdlib", tokenizer="bytes", seq=16),
+        optimizer=OptimizerConfig(lr=3e-3, warmup=2),
+        train=RunConfig(steps=20, batch=16),
+    )
+
+
 def llama_125m() -> Recipe:
     """Llama with 125M parameters on one node of 8 GPUs: the weights fit everywhere, so only the batch is split."""
     return Recipe(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps the two lists equal
     from meshpar.attention.attend import attend as attend
+    from meshpar.check.invariance import check_recipe as check_recipe
     from meshpar.checkpoint.manager import Checkpoints as Checkpoints
     from meshpar.checkpoint.weights import load_weights as load_weights
     from meshpar.checkpoint.weights import save_weights as save_weights

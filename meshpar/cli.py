@@ -6,7 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {"launch": ("meshpar.launch", "several processes of one command on this machine")}
+COMMANDS = {
+    "check": ("meshpar.check.command", "a recipe on two meshes: everything must be equal"),
+    "launch": ("meshpar.launch", "several processes of one command on this machine"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -176,7 +176,7 @@ def build(
     batch_sharding = NamedSharding(mesh, spec)
     shardings = state_shardings(model, tx, plan, mesh)
     forward = Forward(model, plan, mesh)
-    options = _compiler_options(mesh.devices.flat[0].platform)
+    options = compiler_options(mesh.devices.flat[0].platform)
 
     def evaluate(params: PyTree, batch: Batch) -> Metrics:
         with placed(plan.placement(mesh)):
@@ -211,7 +211,7 @@ def build(
     )
 
 
-def _compiler_options(platform: str) -> dict[str, int] | None:
+def compiler_options(platform: str) -> dict[str, int] | None:
     """On CPU the lowest level that optimises, unless XLA_FLAGS asks for one: a step compiles a third faster and runs as
     fast, since its time goes into library calls for matrix products.
     """

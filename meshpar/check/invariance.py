@@ -1,0 +1,344 @@
+"""`check`: a case and its reference are run and compared, stage by stage.
+
+References are kept, so that shrinking and fuzzing run one of the two only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from meshpar.check.batches import batches_of, wrong_targets
+from meshpar.check.case import Case, Precision
+from meshpar.check.compare import (
+    STAGES,
+    Difference,
+    Tolerance,
+    clipped,
+    compare_leaves,
+    compare_loss,
+    compare_norm,
+    different_copies_found,
+    not_repeatable_found,
+    stale_parameters,
+    tolerance_of,
+)
+from meshpar.check.observe import (
+    Leaves,
+    Steps,
+    Subject,
+    alike_rows,
+    observe_activations,
+    observe_steps,
+    observe_update,
+)
+from meshpar.check.shrink import shrink
+from meshpar.interfaces import Batch
+from meshpar.mesh.spec import MeshSpec
+from meshpar.module import abstract
+from meshpar.plan import Plan
+from meshpar.train.run import Recipe
+
+Say = Callable[[str], None]
+
+# The stages that each of the three programs shows.
+_SGD, _OPTIMIZER = (
+    {"loss", "gradients", "gradient norm", "parameters after SGD", "later steps", "copies", "determinism", "dropout"},
+    {"clipped gradients", "parameters after the optimizer"},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one stage compared."""
+
+    stage: str
+    compared: int  # tensors, or steps
+    worst: float  # times what is allowed, or nan where a stage has no tolerance
+    differences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """The result of a check."""
+
+    case: Case
+    tolerance: Tolerance
+    rows: list[Row]
+    differences: list[Difference]  # in the order of computation
+    cause: list[str] = field(default_factory=list)  # what a failure needs, after shrinking
+    smallest: Case | None = None
+    there: Difference | None = None  # the first difference of the smallest case
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The first tensor that differs, in the order of computation."""
+        return self.differences[0] if self.differences else None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "ok": self.ok,
+            "command": self.case.command(),
+            "mesh": str(self.case.mesh),
+            "against": str(self.case.against),
+            "tolerance": str(self.tolerance),
+            "stages": [dataclasses.asdict(row) for row in self.rows],
+            "differences": [dataclasses.asdict(difference) for difference in self.differences],
+            "cause": self.cause,
+            "smallest": None if self.smallest is None else self.smallest.command(),
+            "there": None if self.there is None else dataclasses.asdict(self.there),
+        }
+
+
+class Checker:
+    """Runs cases; keeps what references gave.
+
+    Args:
+      say: is told what is being run.
+      tx: an optax transformation instead of the recipe's optimizer.
+      batches: host batches instead of the case's, as many as it has steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        say: Say = lambda text: None,
+        tx: optax.GradientTransformation | None = None,
+        batches: Sequence[Batch] | None = None,
+    ):
+        self._say, self._tx, self._batches = say, tx, batches
+        self._references: dict[Any, Any] = {}
+        self._data: dict[Any, list[Batch]] = {}
+
+    def check(self, case: Case, stages: Sequence[str] = STAGES) -> Findings:
+        """Compares a case with its reference.
+
+        Args:
+          stages: which comparisons to make; programs that none of them needs are not compiled.
+
+        Raises:
+          ValueError: the plan does not fit the model, the batch or the devices, or a skipped step leaves nothing to
+            compare.
+        """
+        recipe, wanted = case.recipe, set(stages)
+        subject = self._subject(case)
+        notes = _Notes(
+            tolerance=tolerance_of(subject, str(recipe.plan.precision.compute_dtype)),
+            sizes={**recipe.plan.mesh.sizes, "microbatches": recipe.plan.accumulate},
+        )
+        if "targets" in wanted and self._batches is None:
+            notes.add("targets", len(subject.batches), _wrong_targets(subject.batches))
+        if "activations" in wanted:
+            self._compare_activations(case, subject, notes)
+        if wanted & _SGD:
+            self._compare_steps(case, subject, notes, dropout="dropout" in wanted)
+        if wanted & _OPTIMIZER:
+            self._compare_update(case, subject, notes)
+        order = {stage: index for index, stage in enumerate(STAGES)}
+        return Findings(
+            case=case,
+            tolerance=notes.tolerance,
+            rows=sorted((row for row in notes.rows if row.stage in wanted), key=lambda row: order[row.stage]),
+            differences=[
+                difference for stage in STAGES if stage in wanted for difference in notes.found.get(stage, [])
+            ],
+        )
+
+    def _compare_activations(self, case: Case, subject: Subject, notes: _Notes) -> None:
+        self._say(f"activations on {case.mesh}")
+        _, here = observe_activations(subject, case.recipe.plan)
+        there: Leaves = self._reference("activations", case, lambda s, p: observe_activations(s, p)[1])
+        notes.add("activations", len(there), *compare_leaves("activations", here, there, **notes.options))
+
+    def _compare_steps(self, case: Case, subject: Subject, notes: _Notes, *, dropout: bool) -> None:
+        self._say(f"{case.steps} steps with SGD on {case.mesh}")
+        here, options = observe_steps(subject, case.recipe.plan), notes.options
+        there = self._reference_steps(case)
+        if skipped := here.skipped or there.skipped:
+            raise ValueError(
+                f"{skipped} of {case.steps} steps had gradients that are not finite, so there is nothing to compare; "
+                "lower precision.loss_scale.initial"
+            )
+        notes.add("loss", 1, *compare_loss("loss", 1, here.losses[0], there.losses[0], **options))
+        gradients = compare_leaves("gradients", here.gradients, there.gradients, of_norm=True, **options)
+        notes.add("gradients", len(there.gradients), *gradients)
+        notes.add("gradient norm", 1, *compare_norm("gradient norm", 1, here.norms[0], there.norms[0], **options))
+        stage = "parameters after SGD"
+        params = compare_leaves(stage, here.params, there.params, before=there.before, **options)
+        notes.add(stage, len(there.params), *params)
+        later: list[Difference] = []
+        worst = 0.0
+        for step in range(2, case.steps + 1):
+            pairs: Any = ((compare_loss, here.losses, there.losses), (compare_norm, here.norms, there.norms))
+            for compare, ours, theirs in pairs:
+                found, excess = compare("later steps", step, ours[step - 1], theirs[step - 1], **options)
+                later, worst = later + found, max(worst, excess)
+        if case.steps > 1:
+            notes.add("later steps", 2 * (case.steps - 1), later, worst)
+        notes.add("copies", len(here.params), different_copies_found(here))
+        notes.add("determinism", len(here.params), not_repeatable_found(here))
+        if dropout and getattr(case.recipe.model, "dropout", False):
+            notes.add("dropout", len(subject.batches[0].tokens), self._dropout(subject, case.recipe.plan, here))
+
+    def _compare_update(self, case: Case, subject: Subject, notes: _Notes) -> None:
+        name = case.recipe.optimizer.name if self._tx is None else "the optimizer"
+        self._say(f"one step with {name} on {case.mesh}")
+        here, options = observe_update(subject, case.recipe.plan), notes.options
+        expected = clipped(self._reference_steps(case).gradients, subject.objective.clip_norm)
+        gradients = compare_leaves("clipped gradients", here.gradients, expected, of_norm=True, **options)
+        notes.add("clipped gradients", len(expected), *gradients)
+        stage = "parameters after the optimizer"
+        weights, worst = compare_leaves(stage, here.weights, here.expected, **options)
+        notes.add(stage, len(here.weights), weights + stale_parameters(here), worst)
+
+    def _subject(self, case: Case) -> Subject:
+        recipe = case.recipe
+        model = abstract(recipe.model.build, recipe.model)
+        batches = self._batches
+        if batches is None:
+            key = (recipe.data, recipe.train.batch, recipe.model.vocab, case.masked, case.random_data, case.steps)
+            if key not in self._data:
+                self._data[key] = batches_of(case)
+            batches = self._data[key]
+        tx = recipe.optimizer.make(max(recipe.train.steps, 2), model) if self._tx is None else self._tx
+        return Subject(model=model, tx=tx, objective=recipe.objective, batches=list(batches), seed=recipe.train.seed)
+
+    def _reference_steps(self, case: Case) -> Steps:
+        steps: Steps = self._reference("steps", case, observe_steps)
+        return steps
+
+    def _reference(self, what: str, case: Case, observe: Callable[[Subject, Plan], Any]) -> Any:
+        plan, recipe = case.reference, case.recipe
+        data = (recipe.data, recipe.train.batch, case.masked, case.random_data, case.steps)
+        objective = dataclasses.replace(recipe.objective, clip_norm=None)
+        key = (what, plan.to_json().__repr__(), recipe.model, objective, data, recipe.train.seed)
+        if key not in self._references:
+            self._say(f"the reference on {plan.mesh}")
+            self._references[key] = observe(self._subject(case), plan)
+        return self._references[key]
+
+    def _dropout(self, subject: Subject, plan: Plan, steps: Steps) -> list[Difference]:
+        """Dropout as promised: another mask for each row and each step."""
+        found = []
+        if steps.same_dropout:
+            found.append(
+                Difference(
+                    stage="dropout", path="steps", text="two steps have the same loss on one batch: the same mask"
+                )
+            )
+        batch = subject.batches[0]
+        alike = jax.tree.map(lambda leaf: np.broadcast_to(leaf[:1], leaf.shape), batch)
+        again, _ = observe_activations(subject, plan)
+        pairs = alike_rows(again(alike, 0).values())
+        if pairs:
+            text = f"{len(pairs)} pairs of rows drop alike, the first is rows {pairs[0][0]} and {pairs[0][1]}"
+            found.append(Difference(stage="dropout", path="rows", text=text))
+        return found
+
+
+@dataclass(kw_only=True)
+class _Notes:
+    """What has been compared so far."""
+
+    tolerance: Tolerance
+    sizes: dict[str, int]
+    rows: list[Row] = field(default_factory=list)
+    found: dict[str, list[Difference]] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"tolerance": self.tolerance, "sizes": self.sizes}
+
+    def add(self, stage: str, compared: int, differences: list[Difference], worst: float = np.nan) -> None:
+        self.rows.append(Row(stage=stage, compared=compared, worst=worst, differences=len(differences)))
+        self.found[stage] = differences
+
+
+def _wrong_targets(batches: Sequence[Batch]) -> list[Difference]:
+    wrong = [(step, wrong_targets(batch)) for step, batch in enumerate(batches, start=1)]
+    return [
+        Difference(
+            stage="targets",
+            path=f"batch {step}",
+            text=f"{count} targets are not the token that follows",
+            meaning="targets must be shifted before a row is split",
+        )
+        for step, count in wrong
+        if count
+    ]
+
+
+def check_recipe(
+    recipe: Recipe,
+    mesh: str,
+    against: str = "data=1",
+    *,
+    precision: Precision = "fp32",
+    steps: int = 2,
+    masked: bool = True,
+    random_data: bool = False,
+    tx: optax.GradientTransformation | None = None,
+    batches: Sequence[Batch] | None = None,
+    say: Say = lambda text: None,
+) -> Findings:
+    """Compares a recipe on one mesh with its plain form on another; on CPU emulate the devices of the larger first.
+
+    Args:
+      recipe: model, plan, objective and data; its plan's mesh is replaced.
+      mesh, against: such as "data=2 tensor=4".
+      precision: "fp32" computes in fp32, where few faults hide behind rounding; "plan" as the plan says.
+      steps: with SGD; the gradients of the first are compared.
+      masked: take a fifth of the targets out; not of `batches`.
+      random_data: random tokens instead of the recipe's text.
+      tx: an optax transformation instead of the recipe's optimizer.
+      batches: host batches instead of the recipe's, one for each step.
+
+    Returns:
+      Findings: `ok`, the differences in the order of computation, and what was compared.
+
+    Raises:
+      ValueError: a mesh that the plan, the model, the batch or the devices do not fit.
+
+    Example: `assert mp.check_recipe(recipe, "data=2 tensor=2").ok`.
+    """
+    if batches is not None and len(batches) != steps:
+        raise ValueError(f"{len(batches)} batches for steps={steps}; give one batch for each step")
+    case = Case(
+        name="RECIPE",
+        base=recipe,
+        mesh=MeshSpec.parse(mesh),
+        against=MeshSpec.parse(against),
+        precision=precision,
+        steps=steps,
+        masked=masked,
+        random_data=random_data,
+    )
+    return Checker(say=say, tx=tx, batches=batches).check(case)
+
+
+def find_cause(checker: Checker, findings: Findings, say: Say = lambda text: None) -> Findings:
+    """Findings that differ, with the smallest case that still does and what it needs."""
+    assert findings.first is not None
+    stages = stages_of(findings.first)
+    smallest, cause = shrink(findings.case, lambda case: not checker.check(case, stages).ok, say=say)
+    there = checker.check(smallest, stages).first
+    return dataclasses.replace(findings, smallest=smallest, cause=cause, there=there)
+
+
+def stages_of(difference: Difference) -> tuple[str, ...]:
+    """The stages to compare again where one difference is looked for: those that its own program shows."""
+    groups = ({"targets"}, {"activations"}, {"dropout"}, _SGD, _OPTIMIZER)
+    group = next(group for group in groups if difference.stage in group)
+    return tuple(stage for stage in STAGES if stage in group and (stage != "dropout" or group == {"dropout"}))
