@@ -6,12 +6,14 @@ A case is data, so that a failure can be shrunk key by key and printed as a comm
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from meshpar.mesh.spec import MeshSpec
+from meshpar.module import Model, abstract
 from meshpar.plan import Plan
 from meshpar.precision.loss_scale import LossScaling
 from meshpar.precision.policy import Policy
@@ -126,15 +128,22 @@ class Case:
 
     def runs(self) -> bool:
         """Whether the plan can spread the model."""
-        from meshpar.module import abstract
-
         try:
-            recipe = self.recipe
-            model = abstract(recipe.model.build, recipe.model)
-            recipe.plan.check(model, batch=recipe.train.batch, seq=recipe.data.seq)
+            self.check()
         except ValueError:
             return False
         return True
+
+    def check(self) -> None:
+        """Raises ValueError, one sentence, where the plan or its reference cannot spread the model and its batch."""
+        recipe = self.recipe
+        for plan in (recipe.plan, self.reference):
+            plan.check(self.model, batch=recipe.train.batch, seq=recipe.data.seq)
+
+    @property
+    def model(self) -> Model:
+        """The model of the recipe, without its arrays."""
+        return _model(self.recipe.model)
 
     def _with_axis(self, axis: str, size: int) -> Case:
         changes = dict(self.changes)
@@ -165,6 +174,11 @@ class Case:
         """The changes that change something of the recipe: a shorter command."""
         changed = self._changed(changes)
         return {key: value for key, value in changes.items() if _value(changed, key) != _value(self.base, key)}
+
+
+@functools.cache
+def _model(config: Any) -> Model:
+    return abstract(config.build, config)
 
 
 def _value(recipe: Recipe, key: str) -> Any:

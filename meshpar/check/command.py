@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -114,6 +115,7 @@ def _check(options: argparse.Namespace, say: Any) -> int:
     larger = max(case.mesh, case.against, key=lambda mesh: math.inf if mesh.has_free_axis else mesh.product)
     devices = choose_devices(larger, None)
     case = dataclasses.replace(case, mesh=case.mesh.resolve(len(devices)) if case.mesh.has_free_axis else case.mesh)
+    case.check()
     use_compilation_cache()
     checker = Checker(say=say)
     findings = checker.check(case)
@@ -122,13 +124,15 @@ def _check(options: argparse.Namespace, say: Any) -> int:
     if options.json:
         print(json.dumps(findings.to_json(), indent=1))
     else:
-        print_findings(findings)
+        print_findings(findings, planted=options.plant)
     return 0 if findings.ok else 1
 
 
 def _fuzz(options: argparse.Namespace, say: Any) -> int:
     case = _case(options)
-    devices = options.devices or 8
+    if options.fuzz < 1:
+        raise ValueError(f"--fuzz {options.fuzz} is below 1; give a number of cases")
+    devices = 8 if options.devices is None else options.devices
     choose_devices(MeshSpec(data=devices), None)
     use_compilation_cache()
     checker = Checker()
@@ -164,15 +168,15 @@ def _fuzz(options: argparse.Namespace, say: Any) -> int:
             )
         )
     elif findings is not None:
-        print_findings(findings)
+        print_findings(findings, planted=options.plant)
     else:
         refused = f"{found.skipped} more were drawn and refused by the plan"
         print(f"{found.cases} random cases equal their references, in {found.seconds:.0f} s; {refused}")
     return 1 if findings is not None else 0
 
 
-def print_findings(findings: Findings) -> None:
-    """A table of what was compared, then a verdict."""
+def print_findings(findings: Findings, *, planted: str | None = None) -> None:
+    """A table of what was compared, then a verdict; `planted` is the fault that the command needs too."""
     from rich.console import Console
     from rich.table import Table
 
@@ -207,7 +211,8 @@ def print_findings(findings: Findings) -> None:
         if findings.there is not None and findings.there.text != first.text:
             console.print(f"  there: {_plain(findings.there)}", highlight=False)
         console.print("smallest command that shows it:", highlight=False)
-        console.print(f"  {findings.smallest.command()}", highlight=False, soft_wrap=True, markup=False)
+        fault = "" if planted is None else f" --plant {shlex.quote(planted)}"
+        console.print(f"  {findings.smallest.command()}{fault}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _plain(difference: Any) -> str:

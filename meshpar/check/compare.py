@@ -90,21 +90,20 @@ def compare_leaves(
     tolerance: Tolerance,
     *,
     sizes: Mapping[str, int],
-    of_norm: bool = False,
+    besides: float = 0.0,
     before: Leaves | None = None,
 ) -> tuple[list[Difference], float]:
     """Differences between two trees of the same leaves, in the order of `there`, and the largest excess of any leaf.
 
     Args:
       sizes: degrees for `meaning_of_ratio`.
-      of_norm: allow a share of the global norm besides.
+      besides: what any entry may differ by, whatever its leaf.
       before: subtracted from both for the ratio: of parameters, their update says more than they.
     """
-    norm = math.sqrt(sum(float(np.sum(leaf.astype(np.float64) ** 2)) for leaf in there.values())) if of_norm else 0.0
     found, worst = [], 0.0
     for path, expected in there.items():
         actual = here[path]
-        allowed = tolerance.relative * float(np.max(np.abs(expected), initial=0.0)) + tolerance.of_norm * norm
+        allowed = tolerance.relative * float(np.max(np.abs(expected), initial=0.0)) + besides
         gap = float(np.max(np.abs(actual.astype(np.float64) - expected.astype(np.float64)), initial=0.0))
         excess = 0.0 if gap == 0 else gap / allowed if allowed else math.inf
         if not np.isfinite(gap):
@@ -150,10 +149,14 @@ def compare_norm(
     return [Difference(stage=stage, path=path, text=text, excess=excess, ratio=ratio, meaning=meaning)], excess
 
 
+def global_norm(leaves: Leaves) -> float:
+    """The Euclidean norm of all entries."""
+    return math.sqrt(sum(float(np.sum(leaf.astype(np.float64) ** 2)) for leaf in leaves.values()))
+
+
 def clipped(gradients: Leaves, clip_norm: float | None) -> Leaves:
     """Gradients scaled down to a global norm."""
-    norm = math.sqrt(sum(float(np.sum(leaf.astype(np.float64) ** 2)) for leaf in gradients.values()))
-    factor = 1.0 if clip_norm is None else min(1.0, clip_norm / max(norm, 1e-30))
+    factor = 1.0 if clip_norm is None else min(1.0, clip_norm / max(global_norm(gradients), 1e-30))
     return {path: leaf * np.asarray(factor, leaf.dtype) for path, leaf in gradients.items()}
 
 

@@ -51,8 +51,8 @@ def meaning_of_ratio(ratio: float, sizes: Mapping[str, int], *, what: str) -> st
                 return meaning
         if what == "norm":
             for value, meaning in (
-                (math.sqrt(n), f"the square root of {n}: the norm counts what {over} holds {n} copies of {n} times"),
-                (1 / math.sqrt(n), f"1 / square root of {n}: the norm is of one part of {n} over {over}"),
+                (math.sqrt(n), f"the square root of {n}: the norm counts each of the {n} copies that {over} holds"),
+                (1 / math.sqrt(n), f"1 / square root of {n}: the norm counts one of the {n} parts that {over} holds"),
             ):
                 if math.isclose(ratio, value, rel_tol=2e-2):
                     return meaning

@@ -173,7 +173,7 @@ def _drifting_copies(step: Any, plan: Any, mesh: Any) -> Any:
         return step
 
     def drift(x: jax.Array) -> jax.Array:
-        return x * (1 + 1e-6 * jax.lax.axis_index("data"))
+        return x * (1 + jnp.float32(1e-6) * jax.lax.axis_index("data").astype(jnp.float32))
 
     def faulty(state: Any, batch: Any) -> Any:
         new, metrics = step(state, batch)

@@ -59,14 +59,13 @@ class Fuzzed:
     drawn: Mapping[str, int]  # how often each value was run, as "key=value"
 
 
-def draw(rng: np.random.Generator, name: str, base: Recipe, devices: int) -> Case:
-    """A case on at most so many devices; it may be one that the plan refuses."""
+def draw(rng: np.random.Generator, name: str, base: Recipe, devices: int, known: frozenset[str]) -> Case:
+    """A case on at most so many devices, with the keys `known`; it may be one that the plan refuses."""
     product = int(rng.choice([n for n in (1, 2, 4, 6, 8, 12, 16) if n <= devices]))
     sizes = dict.fromkeys(AXES, 1)
     for factor in _prime_factors(product):
         axis = AXES[rng.integers(len(AXES))]
         sizes[axis] *= factor
-    known = {key.key for key in describe_keys(base)}
     changes = {}
     for key, values in CHOICES.items():
         if key in known:
@@ -81,8 +80,9 @@ def draw(rng: np.random.Generator, name: str, base: Recipe, devices: int) -> Cas
 def cases(seed: int, name: str, base: Recipe, devices: int) -> Iterator[Case]:
     """Drawn cases without end."""
     rng = np.random.default_rng(seed)
+    known = frozenset(key.key for key in describe_keys(base))
     while True:
-        yield draw(rng, name, base, devices)
+        yield draw(rng, name, base, devices, known)
 
 
 def fuzz(

@@ -25,6 +25,7 @@ from meshpar.check.compare import (
     compare_loss,
     compare_norm,
     different_copies_found,
+    global_norm,
     not_repeatable_found,
     stale_parameters,
     tolerance_of,
@@ -41,7 +42,6 @@ from meshpar.check.observe import (
 from meshpar.check.shrink import shrink
 from meshpar.interfaces import Batch
 from meshpar.mesh.spec import MeshSpec
-from meshpar.module import abstract
 from meshpar.plan import Plan
 from meshpar.train.run import Recipe
 
@@ -121,6 +121,7 @@ class Checker:
         self._say, self._tx, self._batches = say, tx, batches
         self._references: dict[Any, Any] = {}
         self._data: dict[Any, list[Batch]] = {}
+        self._subjects: dict[Any, Subject] = {}
 
     def check(self, case: Case, stages: Sequence[str] = STAGES) -> Findings:
         """Compares a case with its reference.
@@ -172,11 +173,13 @@ class Checker:
                 "lower precision.loss_scale.initial"
             )
         notes.add("loss", 1, *compare_loss("loss", 1, here.losses[0], there.losses[0], **options))
-        gradients = compare_leaves("gradients", here.gradients, there.gradients, of_norm=True, **options)
+        noise = notes.tolerance.of_norm * global_norm(there.gradients)
+        gradients = compare_leaves("gradients", here.gradients, there.gradients, besides=noise, **options)
         notes.add("gradients", len(there.gradients), *gradients)
         notes.add("gradient norm", 1, *compare_norm("gradient norm", 1, here.norms[0], there.norms[0], **options))
         stage = "parameters after SGD"
-        params = compare_leaves(stage, here.params, there.params, before=there.before, **options)
+        options_of_update = {**options, "besides": subject.lr * noise, "before": there.before}
+        params = compare_leaves(stage, here.params, there.params, **options_of_update)
         notes.add(stage, len(there.params), *params)
         later: list[Difference] = []
         worst = 0.0
@@ -197,7 +200,8 @@ class Checker:
         self._say(f"one step with {name} on {case.mesh}")
         here, options = observe_update(subject, case.recipe.plan), notes.options
         expected = clipped(self._reference_steps(case).gradients, subject.objective.clip_norm)
-        gradients = compare_leaves("clipped gradients", here.gradients, expected, of_norm=True, **options)
+        noise = notes.tolerance.of_norm * global_norm(expected)
+        gradients = compare_leaves("clipped gradients", here.gradients, expected, besides=noise, **options)
         notes.add("clipped gradients", len(expected), *gradients)
         stage = "parameters after the optimizer"
         weights, worst = compare_leaves(stage, here.weights, here.expected, **options)
@@ -205,28 +209,31 @@ class Checker:
 
     def _subject(self, case: Case) -> Subject:
         recipe = case.recipe
-        model = abstract(recipe.model.build, recipe.model)
-        batches = self._batches
-        if batches is None:
-            key = (recipe.data, recipe.train.batch, recipe.model.vocab, case.masked, case.random_data, case.steps)
-            if key not in self._data:
-                self._data[key] = batches_of(case)
-            batches = self._data[key]
-        tx = recipe.optimizer.make(max(recipe.train.steps, 2), model) if self._tx is None else self._tx
-        return Subject(model=model, tx=tx, objective=recipe.objective, batches=list(batches), seed=recipe.train.seed)
+        data = (recipe.data, recipe.train.batch, case.masked, case.random_data, case.steps)
+        key = (recipe.model, recipe.optimizer, recipe.objective, recipe.train.seed, data)
+        if key not in self._subjects:
+            if self._batches is None and (data_key := (data, recipe.model.vocab)) not in self._data:
+                self._data[data_key] = batches_of(case)
+            self._subjects[key] = Subject(
+                model=case.model,
+                tx=recipe.optimizer.make(max(recipe.train.steps, 2), case.model) if self._tx is None else self._tx,
+                objective=recipe.objective,
+                batches=self._batches if self._batches is not None else self._data[data, recipe.model.vocab],
+                seed=recipe.train.seed,
+            )
+        return self._subjects[key]
 
     def _reference_steps(self, case: Case) -> Steps:
         steps: Steps = self._reference("steps", case, observe_steps)
         return steps
 
     def _reference(self, what: str, case: Case, observe: Callable[[Subject, Plan], Any]) -> Any:
-        plan, recipe = case.reference, case.recipe
-        data = (recipe.data, recipe.train.batch, case.masked, case.random_data, case.steps)
-        objective = dataclasses.replace(recipe.objective, clip_norm=None)
-        key = (what, plan.to_json().__repr__(), recipe.model, objective, data, recipe.train.seed)
+        plan, subject = case.reference, self._subject(case)
+        objective = dataclasses.replace(subject.objective, clip_norm=None)  # which no reference applies
+        key = (what, str(plan.to_json()), case.recipe.model, objective, subject.seed, id(subject.batches))
         if key not in self._references:
             self._say(f"the reference on {plan.mesh}")
-            self._references[key] = observe(self._subject(case), plan)
+            self._references[key] = observe(subject, plan)
         return self._references[key]
 
     def _dropout(self, subject: Subject, plan: Plan, steps: Steps) -> list[Difference]:

@@ -7,6 +7,7 @@ recipe's own optimizer. The last two are the steps that train, built by `train.b
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from meshpar.layout.tape import Tape
 from meshpar.module import Model
 from meshpar.plan import Plan
 from meshpar.train.build import Training, build, compiler_options
-from meshpar.train.state import TrainState
+from meshpar.train.state import TrainState, init_state
 from meshpar.train.step import Objective, loss_sums
 
 Leaves = dict[str, np.ndarray]  # by path or name
@@ -46,6 +47,29 @@ class Subject:
         rows, seq = self.batches[0].tokens.shape
         devices = jax.devices()[: plan.mesh.product]
         return build(self.model, tx, plan, batch=rows, seq=seq, objective=objective, devices=devices)
+
+    @functools.cached_property
+    def weights(self) -> PyTree:
+        """The parameters of `Training.init`, on the host: drawn once, for all meshes."""
+        key, _ = jax.random.split(jax.random.key(self.seed))
+        return jax.device_get(jax.jit(self.model.init)(key))
+
+    def state(self, training: Training, tx: optax.GradientTransformation) -> TrainState:
+        """A fresh state of a step, with these parameters."""
+        model = dataclasses.replace(self.model, init=lambda key: jax.tree.map(jnp.asarray, self.weights))
+        state = init_state(model, tx, training.plan, jax.random.key(self.seed))
+        return jax.device_put(state, training.shardings)
+
+    @functools.cached_property
+    def update(self) -> Callable[[PyTree, PyTree], PyTree]:
+        """(gradients, weights) -> the weights after the first update, whole on one device."""
+
+        def update(gradients: PyTree, weights: PyTree) -> PyTree:
+            with jax.numpy_dtype_promotion("standard"):
+                updates, _ = self.tx.update(gradients, self.tx.init(weights), weights)
+                return optax.apply_updates(weights, updates)
+
+        return jax.jit(update)
 
 
 class Recorded(NamedTuple):
@@ -86,7 +110,7 @@ def observe_activations(subject: Subject, plan: Plan) -> tuple[Callable[[Batch, 
         return tape.taps
 
     order: list[str] = []  # jit returns a dict sorted by its keys
-    state = training.init(subject.seed)
+    params = subject.state(training, optax.identity()).params
     compiled = jax.jit(
         run,
         in_shardings=(training.shardings.params, training.batch_sharding, None),
@@ -95,7 +119,7 @@ def observe_activations(subject: Subject, plan: Plan) -> tuple[Callable[[Batch, 
 
     def again(batch: Batch, step: int) -> Leaves:
         key = jax.random.fold_in(jax.random.key(subject.seed), step)
-        found = compiled(state.params, training.place(batch), key)
+        found = compiled(params, training.place(batch), key)
         return {name: np.asarray(found[name]) for name in order[: len(found)]}
 
     return again, again(subject.batches[0], 0)
@@ -119,19 +143,20 @@ class Steps:
 def observe_steps(subject: Subject, plan: Plan) -> Steps:
     """Some steps of the training step itself, with SGD."""
     objective = dataclasses.replace(subject.objective, clip_norm=None)
-    training = subject.build(recorded(optax.sgd(subject.lr)), plan, objective)
+    tx = recorded(optax.sgd(subject.lr))
+    training = subject.build(tx, plan, objective)
     first = training.place(subject.batches[0])
 
     def one_step(state: TrainState) -> tuple[float, Leaves]:
         state, metrics = training.step(state, first)
         return float(metrics["loss"]), _leaves(state.opt_state.gradients)
 
-    fresh = training.init(subject.seed)
+    fresh = subject.state(training, tx)
     later = dataclasses.replace(fresh, step=jax.device_put(jnp.ones((), jnp.int32), fresh.step.sharding))
     loss_of_later, _ = one_step(later)
-    again = one_step(training.init(subject.seed))
+    again = one_step(subject.state(training, tx))
 
-    state = training.init(subject.seed)
+    state = subject.state(training, tx)
     losses, norms, skipped = [], [], 0
     gradients: Leaves = {}
     before, params = _leaves(_weights(state)), {}
@@ -168,25 +193,18 @@ class Updated:
 
 def observe_update(subject: Subject, plan: Plan) -> Updated:
     """The first step with the recipe's own optimizer and clipping, and the same update on one device."""
-    training = subject.build(recorded(subject.tx), plan, subject.objective)
-    state = training.init(subject.seed)
-    device = jax.devices()[0]
-    before = jax.device_put(jax.device_get(_weights(state)), device)
+    tx = recorded(subject.tx)
+    training = subject.build(tx, plan, subject.objective)
+    state = subject.state(training, tx)
+    before = jax.device_get(_weights(state))
     state, _ = training.step(state, training.place(subject.batches[0]))
-    gradients = jax.device_put(jax.device_get(state.opt_state.gradients), device)
-
-    @jax.jit
-    def update(gradients: PyTree, weights: PyTree) -> PyTree:
-        with jax.numpy_dtype_promotion("standard"):
-            updates, _ = subject.tx.update(gradients, subject.tx.init(weights), weights)
-            return optax.apply_updates(weights, updates)
-
+    gradients = jax.device_get(state.opt_state.gradients)
     weights = _leaves(_weights(state))
     params = _leaves(state.params)
     return Updated(
         gradients=_leaves(gradients),
         weights=weights,
-        expected=_leaves(update(gradients, before)),
+        expected=_leaves(subject.update(gradients, before)),
         stale=[path for path, leaf in params.items() if not np.array_equal(leaf, weights[path].astype(leaf.dtype))],
     )
 
