@@ -18,7 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 
 ROWS = [
-    "interfaces compat mesh",
+    "interfaces compat spelling mesh",
     "layout precision collectives",
     "parallel matmul attention moe losses pipeline",
     "module plan forward pipeline.executor hf",

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from meshpar.interfaces import Axes, PyTree
 from meshpar.layout.resolve import map_leaves, place
 from meshpar.layout.rules import Layout
+from meshpar.spelling import format_bytes as format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -153,14 +154,6 @@ def as_json(rows: Sequence[Leaf]) -> dict[str, Any]:
         for row in rows
     ]
     return {"leaves": leaves, "totals": dataclasses.asdict(totals(rows))}
-
-
-def format_bytes(count: int) -> str:
-    """A number of bytes for people, in powers of 1024: `1.50 MiB`."""
-    if count < 1024:
-        return f"{count} B"
-    power = min(max(count.bit_length() - 1, 0) // 10, 5)
-    return f"{count / 1024**power:.2f} {('KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power - 1]}"
 
 
 def _summary(sums: Totals) -> str:

@@ -7,9 +7,10 @@ whichever dim of a leaf divides (ZeRO). One mapping *is* the parallel strategy, 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+
+from meshpar.spelling import did_you_mean as did_you_mean
 
 LOGICAL_AXES: dict[str, str] = {
     "batch": "rows of a batch",
@@ -92,14 +93,3 @@ def _refuse_repeats(mesh_axes: tuple[str, ...], where: str) -> None:
     for axis in mesh_axes:
         if mesh_axes.count(axis) > 1:
             raise ValueError(f"{where}: mesh axis {axis!r} is named twice and can split a dim once; drop one")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'embed'?"` when a known name is close, else the empty string."""
-
-    def likeness(candidate: str) -> float:  # to the whole name or to its beginning: llama_tny is llama_tiny_stdlib
-        beginning = candidate[: len(name)]
-        return max(difflib.SequenceMatcher(a=name, b=text).ratio() for text in (candidate, beginning))
-
-    best = max(known, key=likeness, default="")
-    return f"; did you mean {best!r}?" if best and likeness(best) >= 0.6 else ""
