@@ -5,6 +5,8 @@ Everything else imports jax directly; a name leaves this file when the oldest su
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -24,6 +26,20 @@ def backend_started() -> bool:
         return True
     config.update("jax_num_cpu_devices", current)
     return False
+
+
+@contextmanager
+def names_in_cache_key() -> Iterator[None]:
+    """Compiles with names and source lines as part of the key of jax's compilation cache: without it a program is found
+    there that was compiled from other lines, and its text tells those.
+    """
+    config: Any = jax.config  # the annotations of jax do not list the option
+    before = config.jax_compilation_cache_include_metadata_in_key
+    config.update("jax_compilation_cache_include_metadata_in_key", True)
+    try:
+        yield
+    finally:
+        config.update("jax_compilation_cache_include_metadata_in_key", before)
 
 
 def coordination_client() -> Any:

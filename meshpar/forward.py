@@ -51,7 +51,8 @@ class Forward:
         shared_shapes = {name: value for name, value in self.model.shapes.items() if name != "blocks"}
         lm = self.model.bind({**use(shared, shared_axes, shared_shapes), "blocks": params["blocks"]})
         embed_key, blocks_key = (None, None) if key is None else tuple(jax.random.split(key))
-        x = lm.embed(batch, embed_key)
+        with jax.named_scope("embed"):
+            x = lm.embed(batch, embed_key)
 
         def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, layer)
@@ -70,7 +71,8 @@ class Forward:
             return lm, x, aux
         shapes = {weight.shape[1:] for weight in jax.tree.leaves(params["blocks"])}
         block = remat(block, self.plan.remat, self.plan.remat_save, weights=shapes)
-        x, aux = loop(block, x, params["blocks"], self.model.layers, unroll)
+        with jax.named_scope("blocks"):
+            x, aux = loop(block, x, params["blocks"], self.model.layers, unroll)
         return lm, x, aux
 
 
@@ -125,6 +127,11 @@ def weights_in_use(
         weight = gather_weight(weight, dtype, dims_over(stored, manual_axes)) if manual_axes else weight.astype(dtype)
         return split_as(weight, split_over(used, without=manual_axes), mesh, manual_axes)
 
-    return lambda weights, axes, shapes: jax.tree_util.tree_map_with_path(
-        lambda path, weight, of, shape: one(path_name(path), weight, of, shape), weights, axes, shapes
-    )
+    def all_of(weights: PyTree, axes: PyTree, shapes: PyTree) -> PyTree:
+        def of_path(path: Any, weight: jax.Array, of: Axes, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            with jax.named_scope(f"weights/{path_name(path)}"):
+                return one(path_name(path), weight, of, shape)
+
+        return jax.tree_util.tree_map_with_path(of_path, weights, axes, shapes)
+
+    return all_of

@@ -7,6 +7,7 @@ dim. Outside this file and `models/` there is a pytree (nested dicts) and a like
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,13 @@ VECTORS = ("scale", "bias")  # leaves of these names are norms and biases: not d
 def is_norm_or_bias(path: str) -> bool:
     """Whether a leaf is a norm scale or a bias: by its name, since stacking changes its rank."""
     return path.rsplit("/", 1)[-1] in VECTORS
+
+
+def named(module: nnx.Module) -> AbstractContextManager[Any]:
+    """A name scope for what a module computes, after its place in the model: `with named(self):` in its `__call__`.
+    Profiles show it, and a report of collectives says by it whose they are.
+    """
+    return jax.named_scope(getattr(module, "scope", None) or type(module).__name__)
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -104,6 +112,7 @@ def abstract(make: Callable[[nnx.Rngs], nnx.Module], config: Any = None) -> Mode
             f"{type(module).__name__} has no {missing[0]!r}; "
             "a language model has blocks (made by meshpar.module.stack), embed, block and head"
         )
+    _name_modules(module)
     graphdef, state = nnx.split(module)
     block_graphdef, block_state = nnx.split(module.blocks)  # type: ignore[attr-defined]
     others = {type(v).__name__ for _, v in nnx.to_flat_state(state) if not isinstance(v, nnx.Param)}
@@ -127,6 +136,14 @@ def abstract(make: Callable[[nnx.Rngs], nnx.Module], config: Any = None) -> Mode
 def init_sharded(model: Model, key: jax.Array, shardings: PyTree) -> PyTree:
     """Draws the parameters straight into their shards; no device ever holds a whole one that is split."""
     return jax.jit(model.init, out_shardings=shardings)(key)
+
+
+def _name_modules(root: nnx.Module) -> None:
+    """Tells each module its path, that of a block's without the block, for `named`."""
+    for path, node in nnx.iter_graph(root):
+        if isinstance(node, nnx.Module) and not hasattr(node, "scope"):
+            inside = path[1:] if path[:1] == ("blocks",) else path
+            node.scope = "/".join(str(part) for part in inside)  # type: ignore[attr-defined]
 
 
 def _binder(graphdef: Any, state: Any) -> Callable[[PyTree], Any]:

@@ -72,24 +72,25 @@ def attend(
     if placement is not None:
         k, v = _match_heads(q, k, v, placement)
     backend = _choose(q, k, segments, softcap, placement)
-    if backend == "reference" or dropout > 0.0:
-        out = attention_reference(
-            q,
-            k,
-            v,
-            segments=segments,
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            dropout=dropout,
-            key=key,
-        )
-        return save_name(out, "attention")
-    if backend == "cudnn":
-        return attention_cudnn(q, k, v, causal=causal, window=window, scale=scale)
-    compute = attention_splash if backend == "splash" else attention_blocked
-    return compute(q, k, v, segments=segments, causal=causal, window=window, scale=scale, softcap=softcap)
+    with jax.named_scope("attention"):
+        if backend == "reference" or dropout > 0.0:
+            out = attention_reference(
+                q,
+                k,
+                v,
+                segments=segments,
+                causal=causal,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                dropout=dropout,
+                key=key,
+            )
+            return save_name(out, "attention")
+        if backend == "cudnn":
+            return attention_cudnn(q, k, v, causal=causal, window=window, scale=scale)
+        compute = attention_splash if backend == "splash" else attention_blocked
+        return compute(q, k, v, segments=segments, causal=causal, window=window, scale=scale, softcap=softcap)
 
 
 def check_backend(name: str, platform: str) -> None:

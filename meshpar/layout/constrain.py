@@ -36,7 +36,8 @@ def constrain(x: jax.Array, axes: str, *, name: str = "activation") -> jax.Array
     spec = place(
         placement.layout, logical, x.shape, placement.mesh, path=f"{name} {axes!r}", manual_axes=placement.manual_axes
     ).spec
-    x = split_as(x, spec, placement.mesh, placement.manual_axes)
+    with jax.named_scope(name.replace(" ", "_")):
+        x = split_as(x, spec, placement.mesh, placement.manual_axes)
     if placement.tape is not None:
         placement.tape.record(name, x)
     return x

@@ -35,11 +35,13 @@ def _backward(inputs: int, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
     x, kernel = residuals
     tokens = x.ndim - inputs
     over_tokens = ((tuple(range(tokens)), tuple(range(tokens))), ((), ()))
-    dx = lax.dot_general(dy, kernel, ((tuple(range(tokens, dy.ndim)), tuple(range(inputs, kernel.ndim))), ((), ())))
-    if x.size <= dy.size:
-        return dx, lax.dot_general(x, dy, over_tokens)
-    outputs = dy.ndim - tokens
-    return dx, jnp.moveaxis(lax.dot_general(dy, x, over_tokens), range(outputs), range(-outputs, 0))
+    with jax.named_scope("input"):
+        dx = lax.dot_general(dy, kernel, ((tuple(range(tokens, dy.ndim)), tuple(range(inputs, kernel.ndim))), ((), ())))
+    with jax.named_scope("kernel"):
+        if x.size <= dy.size:
+            return dx, lax.dot_general(x, dy, over_tokens)
+        outputs = dy.ndim - tokens
+        return dx, jnp.moveaxis(lax.dot_general(dy, x, over_tokens), range(outputs), range(-outputs, 0))
 
 
 linear.defvjp(_forward, _backward)

@@ -27,8 +27,10 @@ def _forward(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[jax.Arr
 
 def _backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, np.ndarray]:
     table, ids = residuals
-    summed = jnp.zeros(table.shape, jnp.float32).at[ids].add(gradient.astype(jnp.float32))
-    return summed.astype(table.dtype), np.zeros(ids.shape, jax.dtypes.float0)
+    with jax.named_scope("table"):
+        summed = jnp.zeros(table.shape, jnp.float32).at[ids].add(gradient.astype(jnp.float32))
+        summed = summed.astype(table.dtype)
+    return summed, np.zeros(ids.shape, jax.dtypes.float0)
 
 
 lookup.defvjp(_forward, _backward)

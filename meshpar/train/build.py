@@ -19,10 +19,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from meshpar.attention.attend import check_backend
+from meshpar.collectives.report import Report, report
+from meshpar.compat import names_in_cache_key
 from meshpar.forward import Forward
 from meshpar.interfaces import Batch, PyTree
 from meshpar.layout.context import placed
-from meshpar.layout.resolve import place
+from meshpar.layout.resolve import path_name, place
 from meshpar.mesh.build import build_mesh
 from meshpar.mesh.devices import use_compilation_cache
 from meshpar.module import Model
@@ -143,6 +145,13 @@ class Training:
     def compile(self, *, packed: bool = False) -> jax.stages.Compiled:
         """The step compiled ahead of its first call, for its memory, its text and its cost."""
         return self.trace(packed=packed).lower().compile()
+
+    def collectives(self, *, packed: bool = False) -> Report:
+        """What the compiled step communicates: compiles it, and reads its text."""
+        with names_in_cache_key():
+            compiled = self.compile(packed=packed)
+        paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(self.model.shapes)]
+        return report(compiled, self.mesh, paths)
 
 
 def build(

@@ -62,16 +62,17 @@ def loss_sums(forward: Forward, objective: Objective, params: PyTree, batch: Bat
     loss by name. fp32 scalars.
     """
     lm, x, aux = forward(params, batch, key)
-    loss, parts, tokens = chunked_cross_entropy(
-        lm.head,
-        x,
-        batch.targets,
-        batch.weights,
-        vocab=forward.model.config.vocab,
-        chunk=forward.plan.loss_chunk,
-        z_loss=objective.z_loss,
-        label_smoothing=objective.label_smoothing,
-    )
+    with jax.named_scope("loss"):
+        loss, parts, tokens = chunked_cross_entropy(
+            lm.head,
+            x,
+            batch.targets,
+            batch.weights,
+            vocab=forward.model.config.vocab,
+            chunk=forward.plan.loss_chunk,
+            z_loss=objective.z_loss,
+            label_smoothing=objective.label_smoothing,
+        )
     sums = {"loss": loss, "tokens": tokens, **parts}
     for name, value in aux.items():
         if name in (*sums, *STEP_METRICS):
@@ -129,8 +130,9 @@ def gradients(
         axis_names=set(apart),
         check_vma=False,  # else the gradient of a whole parameter is summed over the axes in each microbatch
     )(params, batch, divisor, key)
-    grads = jax.tree.map(lambda x: x.astype(jnp.float32).sum(axis=0), each[0])
-    return _into(plan.layouts().grads, model, mesh, grads), jax.tree.map(lambda x: x.sum(axis=0), each[1])
+    with jax.named_scope("gradients"):
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32).sum(axis=0), each[0])
+    return _into("gradients", plan.layouts().grads, model, mesh, grads), jax.tree.map(lambda x: x.sum(axis=0), each[1])
 
 
 def _of_rows(
@@ -148,7 +150,7 @@ def _of_rows(
         return jax.grad(mean_loss, has_aux=True)(params)
 
     into_layout = functools.partial(
-        _into, forward.plan.layouts().grads, forward.model, forward.mesh, manual_axes=forward.manual_axes
+        _into, "gradients", forward.plan.layouts().grads, forward.model, forward.mesh, manual_axes=forward.manual_axes
     )
     return accumulate(of_microbatch, batch, forward.plan.accumulate, into_layout)
 
@@ -171,19 +173,21 @@ def make_step(
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if scale is not None:
             grads = jax.tree.map(lambda g: g / scale, grads)
-        norm = optax.tree_utils.tree_norm(grads)
+        with jax.named_scope("gradient_norm"):
+            norm = optax.tree_utils.tree_norm(grads)
         if objective.clip_norm is not None:
             factor = jnp.minimum(1.0, objective.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * factor, grads)
         # The update runs where the moments lie: with ZeRO 1-3 each device updates its part, then the parameters go back
         # to their own layout.
         weights = state.params if state.master is None else state.master
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes where a strict caller may not
+        # optax mixes dtypes where a strict caller may not
+        with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = tx.update(grads, state.opt_state, weights)
             weights = optax.apply_updates(weights, updates)
-        weights = _into(layouts.optimizer, model, mesh, weights)
+        weights = _into("optimizer", layouts.optimizer, model, mesh, weights)
         cast = jax.tree.map(lambda w: w.astype(plan.precision.param_dtype), weights)
-        params = _into(layouts.params, model, mesh, cast)
+        params = _into("parameters", layouts.params, model, mesh, cast)
         tokens = jnp.where(sums["tokens"] > 0, sums["tokens"], 1.0)
         metrics = {name: value / tokens for name, value in sums.items() if name != "tokens"}
         metrics |= {"tokens": sums["tokens"], "grad_norm": norm, "data": checksum(batch.tokens)}
@@ -218,9 +222,14 @@ def checksum(tokens: jax.Array) -> jax.Array:
     return jnp.sum(mixed ^ (mixed >> 15), dtype=jnp.uint32)  # wraps around, so the order of the sum does not matter
 
 
-def _into(layout: Layout, model: Model, mesh: Mesh, tree: PyTree, manual_axes: frozenset[str] = frozenset()) -> PyTree:
+def _into(
+    scope: str, layout: Layout, model: Model, mesh: Mesh, tree: PyTree, manual_axes: frozenset[str] = frozenset()
+) -> PyTree:
+    """A tree of the parameters' shapes in a layout; `scope` names what moves for that, before the path of the leaf."""
+
     def one(path: str, leaf: jax.Array, axes: Axes) -> jax.Array:
         spec = place(layout, axes, leaf.shape, mesh, path=path, manual_axes=manual_axes).spec
-        return split_as(leaf, spec, mesh, manual_axes)
+        with jax.named_scope(f"{scope}/{path}"):
+            return split_as(leaf, spec, mesh, manual_axes)
 
     return map_leaves(one, tree, model.axes)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from meshpar.matmul.linear import linear
 from meshpar.matmul.lookup import lookup
+from meshpar.module import named
 
 
 class Linear(nnx.Module):
@@ -38,7 +39,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The product without the bias where the caller must reduce first: see `add_bias`."""
-        return linear(x, self.kernel[...], self.inputs)
+        with named(self):
+            return linear(x, self.kernel[...], self.inputs)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """Adds the bias, after a row-split product has been reduced, so that it is added once.
@@ -47,7 +49,8 @@ class Linear(nnx.Module):
         """
         if self.bias is None:
             return y
-        return (y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(y.dtype)
+        with named(self):
+            return (y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(y.dtype)
 
 
 class Embedding(nnx.Module):
@@ -59,8 +62,10 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return lookup(self.table[...], tokens)
+        with named(self):
+            return lookup(self.table[...], tokens)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """The table as a tied output head: `[..., embed]` to `[..., vocab]`."""
-        return linear(x, self.table[...].T)
+        with named(self):
+            return linear(x, self.table[...].T)
