@@ -42,6 +42,21 @@ def names_in_cache_key() -> Iterator[None]:
         config.update("jax_compilation_cache_include_metadata_in_key", before)
 
 
+def has_cudnn() -> bool:
+    """Whether jax can load cuDNN, which it asks for where attention is traced: a machine that only compiles for GPUs
+    may have none. jax keeps the question private.
+    """
+    try:
+        from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+    except ImportError:
+        return True
+    try:
+        check_cudnn_version()
+    except RuntimeError:
+        return False
+    return True
+
+
 def coordination_client() -> Any:
     """The store of names and values that all processes of a job share; None with one process. jax keeps it private."""
     from jax._src import distributed

@@ -23,6 +23,7 @@ from meshpar.attention.cudnn import attention_cudnn, cudnn_refusal
 from meshpar.attention.masks import check_attention
 from meshpar.attention.reference import attention_reference
 from meshpar.attention.splash import attention_splash, splash_refusal
+from meshpar.compat import has_cudnn
 from meshpar.layout.constrain import constrain
 from meshpar.layout.context import Placement, current
 from meshpar.layout.resolve import place
@@ -114,6 +115,8 @@ def _choose(
     refusal = None
     if kernel == "cudnn":
         refusal = cudnn_refusal(q, segments=segments, softcap=softcap)
+        if refusal is None and asked == "auto" and not has_cudnn():
+            refusal = "cuDNN is not installed here"
     elif kernel == "splash":
         refusal = splash_refusal(q, k)
     if refusal is not None:

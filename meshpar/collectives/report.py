@@ -436,7 +436,11 @@ def _scope(name: str) -> str:
     plain = re.sub(r"\bp?jit\([^()]*\)", "", name)  # a function that is jitted is no scope
     plain = re.sub(r"\b\w+\(", "", plain).replace(")", "").replace("(", "")
     *parts, _ = plain.split("/")  # the last is the operation
-    return "/".join(part for part in parts if part and not _STRUCTURE.fullmatch(part))
+    parts = [part for part in parts if part and not _STRUCTURE.fullmatch(part)]
+    for length in range(1, len(parts) // 2 + 1):  # a backward of its own is named after its place twice
+        if parts[:length] == parts[length : 2 * length]:
+            parts = parts[length:]
+    return "/".join(parts)
 
 
 def _holds(parts: Iterable[str], wanted: Iterable[str]) -> bool:

@@ -144,12 +144,12 @@ class Training:
 
     def compile(self, *, packed: bool = False) -> jax.stages.Compiled:
         """The step compiled ahead of its first call, for its memory, its text and its cost."""
-        return self.trace(packed=packed).lower().compile()
+        with names_in_cache_key():  # the text tells the lines of today
+            return self.trace(packed=packed).lower().compile()
 
-    def collectives(self, *, packed: bool = False) -> Report:
-        """What the compiled step communicates: compiles it, and reads its text."""
-        with names_in_cache_key():
-            compiled = self.compile(packed=packed)
+    def collectives(self, compiled: jax.stages.Compiled | None = None) -> Report:
+        """What the step communicates, read from the text of the compiled program; compiles it where none is given."""
+        compiled = self.compile() if compiled is None else compiled
         paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(self.model.shapes)]
         return report(compiled, self.mesh, paths)
 

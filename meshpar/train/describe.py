@@ -60,6 +60,16 @@ def describe_state(model: Model, tx: optax.GradientTransformation, plan: Plan) -
     }
 
 
+def step_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes on a device while a compiled step runs, as the compiler plans them: arguments, results that take no
+    argument's place, and temporaries. On TPU small buffers lie in the chips' own memory and are not among them.
+    """
+    found = compiled.memory_analysis()
+    assert found is not None, "every platform that we compile for tells its memory"
+    kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return int(kept + found.temp_size_in_bytes)
+
+
 def persistent_bytes(model: Model, tx: optax.GradientTransformation, plan: Plan) -> int:
     """Bytes on each device between steps: all rows of `describe_state`. Gradients and activations are temporaries."""
     return sum(row.bytes_per_device for rows in describe_state(model, tx, plan).values() for row in rows)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshpar.attention.attend import _match_heads, _say_once, attend
+from meshpar.attention.attend import _choose, _match_heads, _say_once, attend
 from meshpar.attention.cudnn import cudnn_refusal
 from meshpar.attention.reference import attention_reference
 from meshpar.attention.splash import attention_splash, splash_refusal
@@ -95,6 +95,16 @@ def test_what_a_kernel_cannot_do_goes_to_xla_and_is_said_once(placement_of, monk
             assert_trees_close(attend(q, k, v), attention_reference(q, k, v))
     assert len(caplog.records) == 1
     assert "float32" in caplog.text and '"xla" is used' in caplog.text
+
+
+def test_a_program_for_gpus_elsewhere_takes_xla_where_cudnn_is_missing(placement_of, monkeypatch):
+    _say_once.cache_clear()
+    monkeypatch.setattr("meshpar.attention.attend._platform", lambda placement: "gpu")
+    q, k = arrays(8, 4, seq=64, head_dim=64, dtype=jnp.bfloat16)[:2]
+    for here, backend in ((True, "cudnn"), (False, "xla")):
+        monkeypatch.setattr("meshpar.attention.attend.has_cudnn", lambda here=here: here)
+        assert _choose(q, k, None, None, placement_of("auto")) == backend
+        assert _choose(q, k, None, None, placement_of("cudnn")) == "cudnn"  # asked for by name, it is not replaced
 
 
 def test_the_kernels_know_their_limits():
