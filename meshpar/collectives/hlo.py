@@ -105,7 +105,7 @@ class Program:
         """How often a `while` of the computation `where` runs; None where the text does not tell.
 
         Without XLA's own count it is read from the condition `counter < bound`, with a counter that starts at a
-        constant (0 where the text hides it) and grows by 1.
+        constant and, as jax's loops do, grows by 1.
         """
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
@@ -138,8 +138,11 @@ class Program:
                 return _constant(where, carried.operands[index])
             return _constant(condition, name)
 
-        bound = value(second)
-        return None if bound is None else max(0, bound - (value(first) or 0) + (direction == "LE"))
+        counter, bound = condition.get(first), value(second)
+        if counter is None or counter.opcode != "get-tuple-element" or not re.match(r"[su]\d+\[\]", counter.type):
+            return None
+        start = value(first)
+        return None if bound is None or start is None else max(0, bound - start + (direction == "LE"))
 
     def stack(self, instruction: Instruction) -> list[tuple[str, int]]:
         """(file, line) of the code that made an instruction, innermost first; empty where the text does not tell."""

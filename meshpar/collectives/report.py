@@ -266,6 +266,9 @@ def phase_of(op_name: str) -> str:
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "step"
 
 
+Caller = tuple[Instruction, Computation]  # a call and the computation that it stands in
+
+
 class _Walk:
     """Follows a program through its loops and calls."""
 
@@ -274,7 +277,7 @@ class _Walk:
         self.devices = math.prod(mesh.values())
         self.unknown: list[str] = []
 
-    def computation(self, name: str, times: int, caller: Instruction | None) -> Iterator[Collective]:
+    def computation(self, name: str, times: int, caller: Caller | None) -> Iterator[Collective]:
         where = self.program.computations.get(name, {})
         # A TPU shows a collective again in each fusion that runs beside it, and where it ends: the start counts.
         repeats = name.startswith("async_collective_fusion") or any(
@@ -288,11 +291,12 @@ class _Walk:
                 trips = self.program.trips(instruction, where)
                 if trips is None:
                     self.unknown.append(instruction.name)
-                body = instruction.attribute("body") or ""
-                yield from self.computation(body, times * (1 if trips is None else trips), None)
+                passes = 1 if trips is None else trips
+                yield from self.computation(instruction.attribute("condition") or "", times * (passes + 1), None)
+                yield from self.computation(instruction.attribute("body") or "", times * passes, None)
             elif opcode in ("fusion", "call", "conditional", "async-start", "custom-call"):
                 for called in instruction.called:
-                    yield from self.computation(called, times, instruction)
+                    yield from self.computation(called, times, (instruction, where))
             elif opcode == "send":
                 yield from self._sent_by_host(instruction, where, times)
             elif opcode.removesuffix("-start") in KINDS and not repeats:
@@ -302,7 +306,7 @@ class _Walk:
                 yield from self._of(kind, instruction, where, times, caller)
 
     def _of(
-        self, kind: str, instruction: Instruction, where: Computation, times: int, caller: Instruction | None
+        self, kind: str, instruction: Instruction, where: Computation, times: int, caller: Caller | None
     ) -> Iterator[Collective]:
         groups = groups_of(instruction.attributes, self.devices)
         axes = axes_of(groups, self.mesh)
@@ -311,6 +315,9 @@ class _Walk:
         if degree == 1:
             return  # a group of one exchanges nothing
         operands = [(name, array) for name in instruction.operands for array in arrays_of(_type_of(where, name))]
+        if kind == "all-to-all" and len(operands) == degree and "dimensions=" not in instruction.attributes:
+            name, part = operands[0]  # one buffer, given as the part for each device
+            operands = [(name, Array(dtype=part.dtype, shape=(degree, *part.shape)))]
         for name, array in operands:
             # of operations that XLA merged, each buffer is known by what computed it
             own = len(operands) == 1 and instruction.attribute("op_name")
@@ -390,16 +397,23 @@ def _type_of(where: Computation, name: str) -> str:
     return where[name].type if name in where else ""
 
 
-def _told(where: Computation, name: str, caller: Instruction | None) -> Instruction | None:
-    """The instruction that computed `name` and has a name of its own, through copies and changes of type."""
+def _told(where: Computation, name: str, caller: Caller | None) -> Instruction | None:
+    """The instruction that computed `name` and has a name of its own: through copies and changes of type, and for what
+    a fusion was given in the computation that calls it.
+    """
     for _ in range(8):
         instruction = where.get(name)
         if instruction is None:
             return None
         if instruction.attribute("op_name"):
             return instruction
+        if instruction.opcode == "parameter" and caller is not None:
+            call, outside = caller
+            place = int(instruction.literal)
+            found = _told(outside, call.operands[place], None) if place < len(call.operands) else None
+            return found or (call if call.attribute("op_name") else None)
         if not instruction.operands or instruction.opcode in ("while", "tuple"):
-            return caller if caller is not None and caller.attribute("op_name") else None
+            return None
         name = instruction.operands[0]
     return None
 
