@@ -288,3 +288,34 @@ def test_a_loop_of_unknown_length_is_listed() -> None:
     assert (
         printed(found.as_table())[-1] == f"loop {found.unknown_loops[0]} has no known length: what is in it counts once"
     )
+
+
+SENDS = """HloModule jit_f
+
+ENTRY %main (x: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %start = token[] after-all()
+  %send = (f32[4,8]{1,0}, u32[], token[]) send(%x, %start), channel_id=1, frontend_attributes={FIRST}
+  %done = token[] send-done(%send), channel_id=1, is_host_transfer=true
+  ROOT %y = f32[4,8]{1,0} copy(%x)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("attributes", "kind", "axes", "shape", "bytes"),
+    [
+        # of the gathered two buffers one is sent; of a buffer that is summed, each half twice
+        ('_xla_megascale_transfer_type="ALL_GATHER"', "all-gather", ("data",), (2, 4, 8), 128),
+        ('_xla_megascale_transfer_type="ALL_REDUCE"', "all-reduce", ("data",), (4, 8), 128),
+        ('_xla_send_recv_source_target_pairs="{{0,1},{1,2},{2,3}}"', "collective-permute", ("tensor",), (4, 8), 128),
+    ],
+)
+def test_sends_are_the_collectives_that_they_stand_for(
+    attributes: str, kind: str, axes: tuple[str, ...], shape: tuple[int, ...], bytes: int
+) -> None:
+    attributes += ',_xla_megascale_target="{1,2}x{0:3}"' if "megascale" in attributes else ""
+    mesh = abstract_mesh(MeshSpec(data=2, tensor=4))
+    (one,) = report(SENDS.replace("FIRST", attributes), mesh).collectives
+    assert (one.kind, one.axes, one.shape, one.bytes) == (kind, axes, shape, bytes)
+    assert one.between_slices == ("megascale" in attributes)
