@@ -112,7 +112,7 @@ def weights_in_use(
 
     The transpose of the constraint brings each gradient to the compute layout, as the product that makes it is split,
     so that it is summed there: asked for the gradient layout at once, XLA would rather move the activations. It is
-    sliced into the gradient layout after that, which TPU and GPU fuse with the sum into a reduce-scatter.
+    sliced into the gradient layout after that, which GPUs fuse with the sum into a reduce-scatter, TPUs for some sizes.
     """
     layouts = plan.layouts()
 

@@ -3,7 +3,8 @@
     stage  spread                                 communication a step, beside the gradients' reduction
     0      nothing
     1      optimizer state (and master weights)   all-gather of the new parameters
-    2      and gradients                          the reduction becomes a reduce-scatter (CPU: all-reduce and slice)
+    2      and gradients                          the reduction becomes a reduce-scatter where the compiler can (else an
+                                                  all-reduce and a slice: always on CPU, for some sizes on TPU)
     3      and parameters (FSDP)                  all-gather of each layer's weights, forward and backward
 
 HSDP is stage 3 over `fsdp` alone while `data` replicates. Sources: Rajbhandari et al. 2020; FSDP: Zhao et al. 2023.
