@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from meshpar.layout.describe import as_table as as_table
     from meshpar.matmul.linear import linear as linear
     from meshpar.matmul.lookup import lookup as lookup
+    from meshpar.mesh.aot import topology as topology
     from meshpar.mesh.devices import choose_devices as choose_devices
     from meshpar.mesh.devices import use_compilation_cache as use_compilation_cache
     from meshpar.mesh.distributed import is_first as is_first
@@ -60,6 +61,7 @@ _HOME = {
     "is_first": "mesh.distributed",
     "emulate": "mesh.emulate",
     "choose_devices": "mesh.devices",
+    "topology": "mesh.aot",
     "use_compilation_cache": "mesh.devices",
     # what a model is made of
     "LanguageModel": "interfaces",
