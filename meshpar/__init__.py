@@ -96,6 +96,8 @@ _HOME = {
     "describe_state": "train.describe",
     "persistent_bytes": "train.describe",
     "as_table": "layout.describe",
+    # whether a step depends on where it runs
+    "check_recipe": "check.invariance",
 }
 
 __all__ = list(_HOME)
