@@ -22,9 +22,10 @@ from meshpar.interfaces import Batch, PyTree
 from meshpar.layout.context import placed
 from meshpar.layout.resolve import path_name
 from meshpar.layout.tape import Tape
+from meshpar.mesh.devices import compiler_options
 from meshpar.module import Model
 from meshpar.plan import Plan
-from meshpar.train.build import Training, build, compiler_options
+from meshpar.train.build import Training, build
 from meshpar.train.state import TrainState, init_state
 from meshpar.train.step import Objective, loss_sums
 

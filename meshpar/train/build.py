@@ -7,7 +7,6 @@ retraces or moves from step to step.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from meshpar.interfaces import Batch, PyTree
 from meshpar.layout.context import placed
 from meshpar.layout.resolve import path_name, place
 from meshpar.mesh.build import build_mesh
-from meshpar.mesh.devices import use_compilation_cache
+from meshpar.mesh.devices import compiler_options, use_compilation_cache
 from meshpar.module import Model
 from meshpar.plan import Plan
 from meshpar.train.accumulate import split_rows
@@ -218,12 +217,3 @@ def build(
         ),
         _evaluate=jax.jit(evaluate, in_shardings=(shardings.params, batch_sharding), compiler_options=options),
     )
-
-
-def compiler_options(platform: str) -> dict[str, int] | None:
-    """On CPU the lowest level that optimises, unless XLA_FLAGS asks for one: a step compiles a third faster and runs as
-    fast, since its time goes into library calls for matrix products.
-    """
-    if platform != "cpu" or "xla_backend_optimization_level" in os.environ.get("XLA_FLAGS", ""):
-        return None
-    return {"xla_backend_optimization_level": 1}

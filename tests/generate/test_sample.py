@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from meshpar.generate.sample import sample
+
 from meshpar.interfaces import Batch
 from meshpar.mesh.build import build_mesh
 from meshpar.mesh.spec import MeshSpec
