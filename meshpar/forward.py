@@ -1,6 +1,6 @@
 """A model's parts driven under a plan: weights to their compute layout, blocks in a scan, hidden states out.
 
-The step, the sampler and the evaluation share this forward. Weights are cast and gathered inside the layer loop, so
+Step, evaluation and generation share this forward. Weights are cast and gathered inside the layer loop, so
 that with ZeRO 3 one layer is whole at a time; their gradients are reduced inside that loop on the way back.
 """
 
@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from meshpar.attention.cache import CACHE_AXES, KVCache, continuing, keeping
 from meshpar.collectives.gather_weight import gather_weight
 from meshpar.interfaces import Axes, Batch, LanguageModel, PyTree
-from meshpar.layout.constrain import split_as
+from meshpar.layout.constrain import constrain, split_as
 from meshpar.layout.context import current
 from meshpar.layout.resolve import dims_over, path_name, place, split_over
 from meshpar.module import Model, is_norm_or_bias
@@ -46,60 +47,112 @@ class Forward:
         placement = current()
         tape = None if placement is None else placement.tape
         use = weights_in_use(self.plan, self.mesh, self.manual_axes)
-        shared = {name: value for name, value in params.items() if name != "blocks"}
-        shared_axes = {name: value for name, value in self.model.axes.items() if name != "blocks"}
-        shared_shapes = {name: value for name, value in self.model.shapes.items() if name != "blocks"}
-        lm = self.model.bind({**use(shared, shared_axes, shared_shapes), "blocks": params["blocks"]})
+        lm = self._bind(use, params)
         embed_key, blocks_key = (None, None) if key is None else tuple(jax.random.split(key))
         with jax.named_scope("embed"):
             x = lm.embed(batch, embed_key)
 
         def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, layer)
-            weights = use(weights, self.model.layer_axes, self.model.layer_shapes)
             if tape is not None:
                 tape.where = f"block {layer}"
-            y, aux = lm.block(self.model.bind_block(weights), x, batch, block_key)
+            y, aux = lm.block(self._bind_block(use, weights), x, batch, block_key)
             return y, dict(aux)
 
-        # What is computed or gathered again must not stand in one computation with its first run: XLA would merge them.
-        again = self.plan.remat != "none" or (bool(self.plan.layouts().params.spread) and self.mesh.size > 1)
-        unroll = 1 if again else self.plan.unroll
-        if tape is not None:
-            x, aux = loop(block, x, params["blocks"], self.model.layers, unroll=0)
-            tape.where = ""
-            return lm, x, aux
-        shapes = {weight.shape[1:] for weight in jax.tree.leaves(params["blocks"])}
-        block = remat(block, self.plan.remat, self.plan.remat_save, weights=shapes)
+        unroll = self._unroll
+        if tape is None:
+            shapes = {weight.shape[1:] for weight in jax.tree.leaves(params["blocks"])}
+            block = remat(block, self.plan.remat, self.plan.remat_save, weights=shapes)
+        else:
+            unroll = 0
         with jax.named_scope("blocks"):
             x, aux = loop(block, x, params["blocks"], self.model.layers, unroll)
-        return lm, x, aux
+        if tape is not None:
+            tape.where = ""
+        return lm, x, {name: value.sum() for name, value in aux.items()}
+
+    def prefill(self, params: PyTree, batch: Batch) -> tuple[LanguageModel, jax.Array, tuple[KVCache, ...]]:
+        """The forward without dropout that keeps the keys and values of all positions: module, hidden states, and a
+        cache of the length of the rows for each call of `attend` in a block.
+        """
+        use = weights_in_use(self.plan, self.mesh, self.manual_axes)
+        lm = self._bind(use, params)
+
+        def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, tuple[KVCache, ...]]:
+            with keeping() as kept:
+                y, _ = lm.block(self._bind_block(use, weights), x, batch, None)
+            return y, tuple(kept)
+
+        x, caches = loop(block, lm.embed(batch, None), params["blocks"], self.model.layers, self._unroll)
+        return lm, x, caches
+
+    def decode(
+        self, params: PyTree, batch: Batch, caches: tuple[KVCache, ...]
+    ) -> tuple[LanguageModel, jax.Array, tuple[KVCache, ...]]:
+        """The forward of one position of each row, `[batch, 1]` with `batch.positions`, after those in `caches`:
+        module, hidden states, and the caches with that position written.
+
+        The loop carries the caches, so that XLA writes into the buffers it was given; caches that it scanned over would
+        be copied, layer by layer, for each token.
+        """
+        assert batch.positions is not None, "decode writes each row at its own position"
+        use = weights_in_use(self.plan, self.mesh, self.manual_axes)
+        lm, positions = self._bind(use, params), batch.positions
+
+        def block(
+            carry: tuple[jax.Array, tuple[KVCache, ...]], weights: PyTree, layer: Any
+        ) -> tuple[tuple[jax.Array, tuple[KVCache, ...]], None]:
+            x, caches = carry
+            with continuing(caches, layer, positions) as written:
+                y, _ = lm.block(self._bind_block(use, weights), x, batch, None)
+            return (y, jax.tree.map(lambda x: constrain(x, CACHE_AXES, name="cache"), tuple(written))), None
+
+        carry = (lm.embed(batch, None), caches)
+        (x, caches), _ = loop(block, carry, params["blocks"], self.model.layers, self._unroll)
+        return lm, x, caches
+
+    def _bind(self, use: Callable[..., PyTree], params: PyTree) -> LanguageModel:
+        """The module with usable weights, those of the blocks excepted."""
+        shared, axes, shapes = (
+            {name: value for name, value in tree.items() if name != "blocks"}
+            for tree in (params, self.model.axes, self.model.shapes)
+        )
+        return self.model.bind({**use(shared, axes, shapes), "blocks": params["blocks"]})
+
+    def _bind_block(self, use: Callable[..., PyTree], weights: PyTree) -> Any:
+        """A block with usable weights, from those of its layer."""
+        return self.model.bind_block(use(weights, self.model.layer_axes, self.model.layer_shapes))
+
+    @property
+    def _unroll(self) -> int:
+        # What is computed or gathered again must not stand in one computation with its first run: XLA would merge them.
+        again = self.plan.remat != "none" or (bool(self.plan.layouts().params.spread) and self.mesh.size > 1)
+        return 1 if again else self.plan.unroll
 
 
-def loop(
-    block: Callable[..., Any], x: jax.Array, stacked: PyTree, layers: int, unroll: int
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs `block(x, weights, layer)` over stacked weights; `unroll` layers an iteration, 0 for all written out."""
+def loop(block: Callable[..., Any], carry: PyTree, stacked: PyTree, layers: int, unroll: int) -> tuple[PyTree, PyTree]:
+    """Runs `carry, out = block(carry, weights, layer)` over stacked weights; `unroll` layers an iteration, 0 for all
+    written out. Returns the last carry, and what came out of the layers, stacked.
+    """
     if unroll == 0 or unroll >= layers > 1:
         # lax.split, not indexing: its transpose is one concatenation, where each index would add a padded copy of the
         # whole stack.
         split = jax.tree.map(lambda w: jax.lax.split(w, (1,) * layers, axis=0), stacked)
-        total: dict[str, jax.Array] = {}
+        outs = []
         for layer in range(layers):
             weights = jax.tree.map(
                 lambda pieces, layer=layer: pieces[layer][0],
                 split,
                 is_leaf=lambda leaf: isinstance(leaf, (tuple, list)),
             )
-            x, aux = block(x, weights, layer)
-            total = {name: total[name] + value if name in total else value for name, value in aux.items()}
-        return x, total
+            carry, out = block(carry, weights, layer)
+            outs.append(out)
+        return carry, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *outs)
 
-    def body(x: jax.Array, scanned: tuple[PyTree, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return block(x, *scanned)
+    def body(carry: PyTree, scanned: tuple[PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
+        return block(carry, *scanned)
 
-    x, aux = jax.lax.scan(body, x, (stacked, jnp.arange(layers)), unroll=unroll)
-    return x, {name: value.sum() for name, value in aux.items()}
+    return jax.lax.scan(body, carry, (stacked, jnp.arange(layers)), unroll=unroll)
 
 
 def weights_in_use(

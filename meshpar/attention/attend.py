@@ -7,6 +7,8 @@
 | xla | blocked.py: plain XLA in blocks, no score kept | everywhere |
 | cudnn | cudnn.py: cuDNN's fused kernel | NVIDIA GPUs |
 | splash | splash.py: Pallas kernel | TPUs |
+
+While text is generated, `attend` also keeps keys and values and attends to kept ones: cache.py.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshpar.attention.blocked import attention_blocked
+from meshpar.attention.cache import remember
 from meshpar.attention.cudnn import attention_cudnn, cudnn_refusal
-from meshpar.attention.masks import check_attention
-from meshpar.attention.reference import attention_reference
+from meshpar.attention.masks import attention_mask, check_attention
+from meshpar.attention.reference import attention_masked, attention_reference
 from meshpar.attention.splash import attention_splash, splash_refusal
 from meshpar.compat import has_cudnn
 from meshpar.layout.constrain import constrain
@@ -70,8 +73,15 @@ def attend(
     """
     check_attention(q, k, v, segments=segments, causal=causal, window=window, softcap=softcap)
     placement = current()
+    refused = {"causal=False": not causal, "segments": segments is not None, "dropout": dropout > 0.0}
+    cached = remember(q, k, v, refused=refused)
+    if cached is not None:
+        k, v, positions = cached
     if placement is not None:
         k, v = _match_heads(q, k, v, placement)
+    if cached is not None:  # one query a row: no backend has a block to skip
+        mask = attention_mask(positions, jnp.arange(k.shape[1]), causal=causal, window=window)
+        return attention_masked(q, k, v, mask, scale=scale, softcap=softcap)
     backend = _choose(q, k, segments, softcap, placement)
     with jax.named_scope("attention"):
         if backend == "reference" or dropout > 0.0:

@@ -16,6 +16,7 @@ A token that may attend to nothing (padding) gets the output zero and passes no 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 
 def attention_mask(
@@ -31,20 +32,20 @@ def attention_mask(
 
     Args:
       q_positions, kv_positions: int32 `[q_seq]` and `[kv_seq]`, places in the row; a shard of a sequence gives its
-        own places.
+        own places. Where rows stand at different places, `[batch, q_seq]`.
       q_segments, kv_segments: int32 `[batch, q_seq]` and `[batch, kv_seq]`, 0 for padding; both or neither.
       causal, window: see the top of this file.
 
     Returns:
-      bool `[batch, q_seq, kv_seq]`, with batch 1 when there are no segments.
+      bool `[batch, q_seq, kv_seq]`, with batch 1 when all rows are alike.
     """
-    distance = q_positions[:, None] - kv_positions[None, :]
+    distance = jnp.atleast_2d(q_positions)[:, :, None] - jnp.atleast_2d(kv_positions)[:, None, :]
     allowed = distance >= 0 if causal else distance == distance
     if window is not None:
         allowed &= distance < window
     if q_segments is None or kv_segments is None:
         assert q_segments is None and kv_segments is None, "segments of queries and keys come together"
-        return allowed[None]
+        return allowed
     same = (q_segments[:, :, None] == kv_segments[:, None, :]) & (q_segments[:, :, None] != 0)
     return allowed & same
 

@@ -47,16 +47,37 @@ def attention_reference(
     check_attention(q, k, v, segments=segments, causal=causal, window=window, softcap=softcap)
     if dropout > 0.0 and key is None:
         raise ValueError(f"dropout={dropout} needs randomness; pass key=jax.random.key(...) or dropout=0.0")
+    mask = attention_mask(
+        jnp.arange(q.shape[1]),
+        jnp.arange(k.shape[1]),
+        q_segments=segments,
+        kv_segments=segments,
+        causal=causal,
+        window=window,
+    )
+    return attention_masked(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, key=key)
+
+
+def attention_masked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """`attention_reference` for any mask: bool `[batch or 1, q_seq, kv_seq]`, True where a query may see a key."""
     batch, q_seq, heads, head_dim = q.shape
-    kv_seq, kv_heads = k.shape[1:3]
+    kv_heads = k.shape[2]
     grouped = q.reshape(batch, q_seq, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("bqngd,bknd->bngqk", grouped, k, preferred_element_type=jnp.float32)
     scores = scores * (head_dim**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    mask = attention_mask(
-        jnp.arange(q_seq), jnp.arange(kv_seq), q_segments=segments, kv_segments=segments, causal=causal, window=window
-    )[:, None, None]
+    mask = mask[:, None, None]
     # A row without any key: max is made 0 and the sum 1, so that its probabilities are 0 and not 0/0 (also in the
     # gradient).
     highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=-jnp.inf)
