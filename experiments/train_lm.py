@@ -467,8 +467,7 @@ def ngram_losses(dataset: Any) -> dict[str, float]:
 
 def sample_texts(job: Job, params: Any) -> list[str]:
     """Continuations of the first tokens of some validation rows."""
-    from meshpar.generate.sample import sample
-
+    from meshpar.generate.generator import sample
     from meshpar.train.data import validation_batches
 
     recipe, training, dataset = job.recipe, job.training, job.dataset

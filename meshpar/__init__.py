@@ -15,7 +15,9 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from meshpar.checkpoint.manager import Checkpoints as Checkpoints
     from meshpar.checkpoint.weights import load_weights as load_weights
     from meshpar.checkpoint.weights import save_weights as save_weights
-    from meshpar.generate.sample import sample as sample
+    from meshpar.generate.generator import Generator as Generator
+    from meshpar.generate.generator import sample as sample
+    from meshpar.generate.sampling import Sampling as Sampling
     from meshpar.interfaces import Batch as Batch
     from meshpar.interfaces import LanguageModel as LanguageModel
     from meshpar.layout.constrain import constrain as constrain
@@ -83,8 +85,10 @@ _HOME = {
     "Checkpoints": "checkpoint.manager",
     "save_weights": "checkpoint.weights",
     "load_weights": "checkpoint.weights",
-    "sample": "generate.sample",
     # text
+    "sample": "generate.generator",
+    "Generator": "generate.generator",
+    "Sampling": "generate.sampling",
     "DataConfig": "train.data",
     "open_dataset": "train.data",
     "train_batches": "train.data",

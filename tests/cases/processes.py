@@ -18,9 +18,9 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from meshpar.generate.sample import sample
 
 from meshpar.checkpoint.manager import Checkpoints
+from meshpar.generate.generator import sample
 from meshpar.interfaces import Batch
 from meshpar.mesh.distributed import is_first, join, wait_for_all
 from meshpar.mesh.spec import MeshSpec
