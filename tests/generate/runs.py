@@ -104,18 +104,18 @@ def _whole(config: Any) -> Any:
     return logits
 
 
-def whole(config: Any, tokens: np.ndarray) -> np.ndarray:
+def whole(config: Any, tokens: np.ndarray, params: Any = None) -> np.ndarray:
     """fp32 logits `[rows, seq, vocab]` of whole rows, by the model alone, on one device."""
-    return np.asarray(_whole(config)(params_of(config), tokens))
+    return np.asarray(_whole(config)(params_of(config) if params is None else params, tokens))
 
 
-def likeliest(config: Any, prompt: list[int], new: int) -> list[int]:
+def likeliest(config: Any, prompt: list[int], new: int, params: Any = None) -> list[int]:
     """The most likely continuation, a whole forward for each token."""
     row = np.zeros((4, 16), np.int32)  # what follows a token does not change its logits: one program for all lengths
     row[0, : len(prompt)] = prompt
     end = len(prompt) + new
     for place in range(len(prompt), end):
-        row[0, place] = np.argmax(whole(config, row)[0, place - 1])
+        row[0, place] = np.argmax(whole(config, row, params)[0, place - 1])
     return row[0, :end].tolist()
 
 
