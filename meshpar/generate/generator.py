@@ -1,6 +1,6 @@
 """`Generator`: text from a model under its plan, with keys and values kept, compiled once.
 
-The host dispatches a token, then reads the one before, so that devices do not wait for it; text that has ended is
+The host asks for a token, then reads the one before, so that devices do not wait for it; that all rows have ended is
 noticed one token late. What a row holds when it has ended does not change any more.
 """
 
@@ -116,6 +116,10 @@ class Generator:
         sampling.check(self.model.config.vocab)
         return self._stream(params, prompts, new_tokens, sampling)
 
+    def width(self, longest: int) -> int:
+        """What prompts of at most `longest` tokens are padded to: of each width one program is compiled."""
+        return min(max(LEAST, 1 << (longest - 1).bit_length()), self.length)
+
     def abstract_params(self) -> PyTree:
         """Shapes, dtypes and shardings of the parameters as they are used: a target to read weights into."""
         where = shardings(self.plan.layouts().params, self.model.axes, self.model.shapes, self.mesh)
@@ -156,7 +160,7 @@ class Generator:
         ahead = steps_in_flight(list(self.mesh.devices.flat)) != 1
         for number in range(1, new_tokens + 1):
             following = None
-            if ahead and number < new_tokens:
+            if ahead and 1 < number < new_tokens:  # the first is read at once: somebody waits for it
                 state, following = self._decode(params, state, choice)
             seen = np.asarray(chosen)[: len(prompts)]
             yield [None if token < 0 else int(token) for token in seen]
@@ -210,7 +214,7 @@ class Generator:
     @functools.cached_property
     def _shardings(self) -> tuple[_State, NamedSharding]:
         """Of the state and of what the host reads, which each process holds whole."""
-        tokens = jax.ShapeDtypeStruct((self._rows, self._width(1)), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((self._rows, self.width(1)), jnp.int32)
         ends = jax.ShapeDtypeStruct((self._rows,), jnp.int32)
         _, caches = jax.eval_shape(
             functools.partial(read_prompts, self._forward, length=self.length), self.abstract_params(), tokens, ends
@@ -232,13 +236,9 @@ class Generator:
         policy = self.plan.precision
         return policy.param_dtype if is_norm_or_bias(path) else policy.compute_dtype
 
-    def _width(self, longest: int) -> int:
-        """What prompts are padded to."""
-        return min(max(LEAST, 1 << (longest - 1).bit_length()), self.length)
-
     def _padded(self, prompts: Prompts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens int32 `[rows, seq]`, ends int32 and ended bool `[rows]`; rows without a prompt have ended."""
-        tokens = np.zeros((self._rows, self._width(max(map(len, prompts)))), np.int32)
+        tokens = np.zeros((self._rows, self.width(max(map(len, prompts)))), np.int32)
         ends = np.ones(self._rows, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
@@ -248,11 +248,9 @@ class Generator:
     def _check(self, prompts: Prompts, new_tokens: int) -> None:
         if new_tokens < 0:
             raise ValueError(f"new_tokens={new_tokens} is negative; ask for 1 or more")
-        if not 1 <= len(prompts) <= self.rows:
-            raise ValueError(
-                f"there are {len(prompts)} prompts and {self.rows} rows; give 1 to {self.rows}, or more rows"
-            )
         check_prompts(self.model, prompts)
+        if len(prompts) > self.rows:
+            raise ValueError(f"{len(prompts)} prompts are more than rows={self.rows}; give fewer, or make more rows")
         length = max(map(len, prompts)) + new_tokens
         if length > self.length:
             raise ValueError(
@@ -304,15 +302,19 @@ def sample(
 
 def check_prompts(model: Model, prompts: Prompts) -> None:
     """Raises ValueError for no prompt, an empty one, or one with a token that the model does not have."""
-    if not prompts or min(len(prompt) for prompt in prompts) < 1:
-        raise ValueError("a prompt is empty; start it with at least one token, such as the end-of-document token")
+    if not prompts:
+        raise ValueError("there are no prompts; give one or more")
     vocab = model.config.vocab
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(
+                f"prompt {number} is empty; start it with at least one token, such as the end-of-document token"
+            )
         for token in prompt:
             if not 0 <= token < vocab:
                 raise ValueError(
-                    f"a prompt holds the token {token} and the model's vocab={vocab} ends at {vocab - 1}; use the "
-                    "tokenizer that the model was made for"
+                    f"prompt {number} holds the token {token} and the model's vocab={vocab} ends at {vocab - 1}; use "
+                    "the tokenizer that the model was made for"
                 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +51,14 @@ class Sampling:
         """The same as arguments of a compiled program, on the host."""
         stops = np.zeros(vocab, np.bool_)
         stops[list(self.stop)] = True
-        return Choice(
-            temperature=np.float32(self.temperature),
-            top_k=np.int32(min(self.top_k or vocab, vocab)),
-            top_p=np.float32(self.top_p),
-            seed=np.uint32(self.seed),
-            stops=stops,
-        )
+        values: dict[str, Any] = {
+            "temperature": np.float32(self.temperature),
+            "top_k": np.int32(min(self.top_k or vocab, vocab)),
+            "top_p": np.float32(self.top_p),
+            "seed": np.uint32(self.seed),
+            "stops": stops,
+        }
+        return Choice(**values)
 
 
 @jax.tree_util.register_dataclass
@@ -64,11 +66,11 @@ class Sampling:
 class Choice:
     """A `Sampling` as arrays."""
 
-    temperature: jax.Array | np.generic  # float32 scalar
-    top_k: jax.Array | np.generic  # int32 scalar, the vocabulary for all
-    top_p: jax.Array | np.generic  # float32 scalar
-    seed: jax.Array | np.generic  # uint32 scalar
-    stops: jax.Array | np.ndarray  # bool [vocab]
+    temperature: jax.Array  # float32 scalar
+    top_k: jax.Array  # int32 scalar, the vocabulary for all
+    top_p: jax.Array  # float32 scalar
+    seed: jax.Array  # uint32 scalar
+    stops: jax.Array  # bool [vocab]
 
 
 def choose(logits: jax.Array, positions: jax.Array, choice: Choice) -> jax.Array:
@@ -101,7 +103,7 @@ def keep_top(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     return jnp.where(logits >= jnp.take_along_axis(ranked, last, axis=-1), logits, -jnp.inf)
 
 
-def _noise(shape: tuple[int, ...], positions: jax.Array, seed: jax.Array | np.generic) -> jax.Array:
+def _noise(shape: tuple[int, ...], positions: jax.Array, seed: jax.Array) -> jax.Array:
     """Gumbel noise fp32 `[rows, vocab]`, each row from a key of its own."""
     key = jax.random.key(seed)
 

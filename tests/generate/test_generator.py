@@ -128,12 +128,12 @@ def test_own_model_of_the_page_generates_unchanged(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "prompts, new, sampling, sentence",
     [
-        ([], 1, {}, "a prompt is empty"),
-        ([[1], []], 1, {}, "a prompt is empty"),
+        ([], 1, {}, "there are no prompts"),
+        ([[1], []], 1, {}, "prompt 1 is empty"),
         ([[1] * 20], 5, {}, "25 tokens and the cache has length=24; ask for at most 4 new ones"),
-        ([[1]] * 4, 1, {}, "there are 4 prompts and 3 rows"),
-        ([[1, VOCAB]], 1, {}, "a prompt holds the token 90 and the model's vocab=90 ends at 89"),
-        ([[-1]], 1, {}, "a prompt holds the token -1"),
+        ([[1]] * 4, 1, {}, "4 prompts are more than rows=3"),
+        ([[1, VOCAB]], 1, {}, "prompt 0 holds the token 90 and the model's vocab=90 ends at 89"),
+        ([[-1]], 1, {}, "prompt 0 holds the token -1"),
         ([[1]], -1, {}, "new_tokens=-1 is negative"),
         ([[1]], 1, {"stop": (VOCAB,)}, "the stop token 90 is outside"),
     ],
