@@ -10,6 +10,7 @@ lets a query see places up to its own, hides what is not written yet or was left
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -132,7 +133,15 @@ def _write(stack: jax.Array, new: jax.Array, layer: jax.Array | int, positions: 
     )
     at = jnp.concatenate([jnp.full_like(positions, layer), positions], axis=1)
     mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return jax.lax.scatter(stack, at, new[:, 0], numbers, unique_indices=True, mode=mode)
+    write = functools.partial(
+        jax.lax.scatter, scatter_indices=at, dimension_numbers=numbers, unique_indices=True, mode=mode
+    )
+    if stack.dtype.itemsize != 2:
+        return write(stack, updates=new[:, 0])
+    # Half precision as integers of the same bits: XLA:CPU would convert the whole stack to fp32 and back, to write one
+    # place.
+    operand, updates = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (stack, new[:, 0]))
+    return jax.lax.bitcast_convert_type(write(operand, updates=updates), stack.dtype)
 
 
 @contextmanager
