@@ -99,7 +99,7 @@ def _whole(config: Any) -> Any:
         for layer in range(model.layers):
             block = model.bind_block(jax.tree.map(lambda w, layer=layer: w[layer], params["blocks"]))
             x, _ = lm.block(block, x, batch, None)
-        return lm.head(x)[..., :VOCAB]
+        return lm.head(x)[..., : config.vocab]
 
     return logits
 

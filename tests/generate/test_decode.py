@@ -90,12 +90,14 @@ def test_a_step_of_decode_moves_no_cache_between_devices() -> None:
     read = jax.jit(functools.partial(read_prompts, forward, length=length))
     follow = jax.jit(functools.partial(next_logits, forward), donate_argnums=3)
     _, caches = read(params_of(LLAMA), TOKENS[:, :SEQ], ENDS)
-    text = follow.lower(params_of(LLAMA), ENDS, ENDS, caches).compile().as_text()
+    compiled = follow.lower(params_of(LLAMA), ENDS, ENDS, caches).compile()
+    text = compiled.as_text()
     kinds = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter")
     collectives = [line for line in text.splitlines() if any(f" {kind}(" in line for kind in kinds)]
     assert collectives
     assert [line for line in collectives if str(length) in line] == []
-    assert text.count("input_output_alias") == 1  # both caches are written in place
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(caches))
+    assert compiled.memory_analysis().alias_size_in_bytes >= held  # and written in place
 
 
 def test_attention_of_ones_own_is_refused_since_there_is_nothing_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
