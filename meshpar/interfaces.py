@@ -1,7 +1,7 @@
 """The seams of meshpar: what a batch is and what a model must offer, and nothing else.
 
-A model is any `flax.nnx.Module` with the four members of `LanguageModel`; the plain step, the pipeline executor and the
-sampler all drive a model through these parts, so a model never learns how it is spread.
+A model is any `flax.nnx.Module` with the four members of `LanguageModel`; the plain step, the pipeline executor and
+generation all drive a model through these parts, so a model never learns how it is spread.
 """
 
 from __future__ import annotations
