@@ -35,6 +35,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tied: bool = False  # one table for embedding and head; usual below 1B
     attention_bias: bool = False  # Qwen 2: q, k, v
+    attention_out_bias: bool = False  # Llama's and Qwen 3's attention_bias is this one too; none of theirs has it
     mlp_bias: bool = False
     qk_norm: bool = False  # Qwen 3
     window: int | None = None  # Mistral: positions that a token sees, itself included

@@ -36,6 +36,7 @@ class Block(nnx.Module):
             std=config.init_std,
             out_std=out_std,
             bias=config.attention_bias,
+            out_bias=config.attention_out_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
             window=config.window,
         )
