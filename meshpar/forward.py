@@ -6,7 +6,7 @@ that with ZeRO 3 one layer is whole at a time; their gradients are reduced insid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,11 @@ class Forward:
         with jax.named_scope("embed"):
             x = lm.embed(batch, embed_key)
 
-        def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def block(x: jax.Array, given: PyTree, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, layer)
             if tape is not None:
                 tape.where = f"block {layer}"
-            y, aux = lm.block(self._bind_block(use, weights), x, batch, block_key)
+            y, aux = self._call_block(lm, use, given, x, batch, block_key)
             return y, dict(aux)
 
         unroll = self._unroll
@@ -66,7 +66,7 @@ class Forward:
         else:
             unroll = 0
         with jax.named_scope("blocks"):
-            x, aux = loop(block, x, params["blocks"], self.model.layers, unroll)
+            x, aux = loop(block, x, self._stacked(params), self.model.layers, unroll)
         if tape is not None:
             tape.where = ""
         return lm, x, {name: value.sum() for name, value in aux.items()}
@@ -78,12 +78,12 @@ class Forward:
         use = weights_in_use(self.plan, self.mesh, self.manual_axes)
         lm = self._bind(use, params)
 
-        def block(x: jax.Array, weights: PyTree, layer: Any) -> tuple[jax.Array, tuple[KVCache, ...]]:
+        def block(x: jax.Array, given: PyTree, layer: Any) -> tuple[jax.Array, tuple[KVCache, ...]]:
             with keeping() as kept:
-                y, _ = lm.block(self._bind_block(use, weights), x, batch, None)
+                y, _ = self._call_block(lm, use, given, x, batch, None)
             return y, tuple(kept)
 
-        x, caches = loop(block, lm.embed(batch, None), params["blocks"], self.model.layers, self._unroll)
+        x, caches = loop(block, lm.embed(batch, None), self._stacked(params), self.model.layers, self._unroll)
         return lm, x, caches
 
     def decode(
@@ -100,15 +100,15 @@ class Forward:
         lm, positions = self._bind(use, params), batch.positions
 
         def block(
-            carry: tuple[jax.Array, tuple[KVCache, ...]], weights: PyTree, layer: Any
+            carry: tuple[jax.Array, tuple[KVCache, ...]], given: PyTree, layer: Any
         ) -> tuple[tuple[jax.Array, tuple[KVCache, ...]], None]:
             x, caches = carry
             with continuing(caches, layer, positions) as written:
-                y, _ = lm.block(self._bind_block(use, weights), x, batch, None)
+                y, _ = self._call_block(lm, use, given, x, batch, None)
             return (y, jax.tree.map(lambda x: constrain(x, CACHE_AXES, name="cache"), tuple(written))), None
 
         carry = (lm.embed(batch, None), caches)
-        (x, caches), _ = loop(block, carry, params["blocks"], self.model.layers, self._unroll)
+        (x, caches), _ = loop(block, carry, self._stacked(params), self.model.layers, self._unroll)
         return lm, x, caches
 
     def _bind(self, use: Callable[..., PyTree], params: PyTree) -> LanguageModel:
@@ -119,9 +119,23 @@ class Forward:
         )
         return self.model.bind({**use(shared, axes, shapes), "blocks": params["blocks"]})
 
-    def _bind_block(self, use: Callable[..., PyTree], weights: PyTree) -> Any:
-        """A block with usable weights, from those of its layer."""
-        return self.model.bind_block(use(weights, self.model.layer_axes, self.model.layer_shapes))
+    def _stacked(self, params: PyTree) -> PyTree:
+        """What the layers are given, one of each: weights and constants."""
+        return params["blocks"], jax.tree.map(jnp.asarray, self.model.layer_constants)
+
+    def _call_block(
+        self,
+        lm: LanguageModel,
+        use: Callable[..., PyTree],
+        given: PyTree,
+        x: jax.Array,
+        batch: Batch,
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """One layer, its weights made usable first."""
+        weights, constants = given
+        weights = use(weights, self.model.layer_axes, self.model.layer_shapes)
+        return self.model.call_block(lm, weights, constants, x, batch, key)
 
     @property
     def _unroll(self) -> int:

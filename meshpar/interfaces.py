@@ -39,6 +39,10 @@ class LanguageModel(Protocol):
     """The parts of a language model. `blocks` is made by `meshpar.module.stack`; the rest are methods.
 
     `key` is a typed PRNG key when the step trains with dropout and None otherwise.
+
+    A model whose layers differ in a value that is not trained, such as a window, also has `layer_constants`: arrays
+    `[layers, ...]` by name, made from its config. Its `block` takes those of its layer as a fifth
+    argument.
     """
 
     blocks: Any  # stacked blocks: every parameter carries the logical axis "layers" in front

@@ -6,15 +6,16 @@ dim. Outside this file and `models/` there is a pytree (nested dicts) and a like
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
-from meshpar.interfaces import Axes, LanguageModel, PyTree
+from meshpar.interfaces import Axes, Batch, LanguageModel, PyTree
 from meshpar.layout.resolve import path_name
 
 VECTORS = ("scale", "bias")  # leaves of these names are norms and biases: not decayed, not cast for use
@@ -59,6 +60,7 @@ class Model:
     shapes: PyTree  # jax.ShapeDtypeStruct leaves
     axes: PyTree  # a tuple of logical axes for each leaf
     init: Callable[[jax.Array], PyTree]  # key -> fp32 parameters; the same values whatever the sharding
+    layer_constants: PyTree  # arrays [layers, ...] that are not trained; an empty dict for most models
     _bind: Callable[[PyTree], Any]
     _bind_block: Callable[[PyTree], Any]
 
@@ -89,6 +91,15 @@ class Model:
     def bind_block(self, params: PyTree) -> Any:
         """One block with the parameters of one layer."""
         return self._bind_block(params)
+
+    def call_block(
+        self, lm: LanguageModel, params: PyTree, constants: PyTree, x: jax.Array, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """One layer of `lm`, with its parameters and its part of `layer_constants`; see `LanguageModel.block`."""
+        block: Any = lm.block  # with constants it takes one argument more than the protocol says
+        given = (constants,) if self.layer_constants else ()
+        y, aux = block(self.bind_block(params), x, batch, key, *given)
+        return y, aux
 
 
 def abstract(make: Callable[[nnx.Rngs], nnx.Module], config: Any = None) -> Model:
@@ -122,12 +133,21 @@ def abstract(make: Callable[[nnx.Rngs], nnx.Module], config: Any = None) -> Mode
             "only nnx.Param is trained, pass other values as arguments"
         )
     shapes = nnx.to_pure_dict(state)
+    constants = {name: np.asarray(values) for name, values in getattr(module, "layer_constants", {}).items()}
+    layers = int(jax.tree.leaves(shapes["blocks"])[0].shape[0])
+    for name, values in constants.items():
+        if values.shape[:1] != (layers,):
+            raise ValueError(
+                f"{type(module).__name__}.layer_constants: {name} is {values.shape} and there are {layers} layers; "
+                "give one entry for each"
+            )
     axes = jax.tree_util.tree_map_with_path(_axes, shapes, _metadata(state))
     return Model(
         config=config,
         shapes=shapes,
         axes=axes,
         init=lambda key: nnx.to_pure_dict(nnx.split(build(key))[1]),
+        layer_constants=constants,
         _bind=_binder(graphdef, state),
         _bind_block=_binder(block_graphdef, block_state),
     )

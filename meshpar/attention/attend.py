@@ -47,6 +47,7 @@ def attend(
     segments: jax.Array | None = None,
     causal: bool = True,
     window: int | None = None,
+    windowed: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -60,7 +61,7 @@ def attend(
     Args:
       q: `[batch, seq, heads, head_dim]`, any float dtype.
       k, v: `[batch, seq, kv_heads, head_dim]`, the dtype of q.
-      segments: int32 `[batch, seq]`, 0 for padding; masks.py says what it, `causal` and `window` mean.
+      segments: int32 `[batch, seq]`, 0 for padding; masks.py says what it, `causal`, `window` and `windowed` mean.
       scale: factor on the scores before the softmax, 1/sqrt(head_dim) when None.
       softcap: scores become softcap * tanh(scores / softcap).
       dropout: share of the attention probabilities to drop; above 0 only "reference" can, and is used. Needs `key`.
@@ -80,7 +81,9 @@ def attend(
     if placement is not None:
         k, v = _match_heads(q, k, v, placement)
     if cached is not None:  # one query a row: no backend has a block to skip
-        mask = attention_mask(positions, jnp.arange(k.shape[1]), causal=causal, window=window)
+        mask = attention_mask(
+            positions, jnp.arange(k.shape[1]), causal=causal, window=window, windowed=windowed
+        )
         return attention_masked(q, k, v, mask, scale=scale, softcap=softcap)
     backend = _choose(q, k, segments, softcap, placement)
     with jax.named_scope("attention"):
@@ -92,16 +95,38 @@ def attend(
                 segments=segments,
                 causal=causal,
                 window=window,
+                windowed=windowed,
                 scale=scale,
                 softcap=softcap,
                 dropout=dropout,
                 key=key,
             )
             return save_name(out, "attention")
-        if backend == "cudnn":
-            return attention_cudnn(q, k, v, causal=causal, window=window, scale=scale)
-        compute = attention_splash if backend == "splash" else attention_blocked
-        return compute(q, k, v, segments=segments, causal=causal, window=window, scale=scale, softcap=softcap)
+        if backend == "xla":
+            return attention_blocked(
+                q,
+                k,
+                v,
+                segments=segments,
+                causal=causal,
+                window=window,
+                windowed=windowed,
+                scale=scale,
+                softcap=softcap,
+            )
+
+        def kernel(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            if backend == "cudnn":
+                return attention_cudnn(q, k, v, causal=causal, window=window, scale=scale)
+            return attention_splash(
+                q, k, v, segments=segments, causal=causal, window=window, scale=scale, softcap=softcap
+            )
+
+        if window is None or windowed is None:
+            return kernel(window, q, k, v)
+        # The window is part of a kernel, so there are two of them. Without rematerialisation both branches' residuals
+        # are kept for the backward.
+        return jax.lax.cond(windowed, functools.partial(kernel, window), functools.partial(kernel, None), q, k, v)
 
 
 def check_backend(name: str, platform: str) -> None:

@@ -14,10 +14,11 @@ dims of every product, so splitting them over devices needs no communication.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,13 @@ import jax.numpy as jnp
 from meshpar.attention.masks import attention_mask, check_attention
 from meshpar.precision.remat import save_name
 
+T = TypeVar("T")
+
 BLOCK = 128  # rows of queries in one product
 GROUPS = 32  # so many blocks are written out; more are scanned
 
-Residuals: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+Flags: TypeAlias = tuple[jax.Array | None, jax.Array | None]  # segments, and whether the window is in force
+Residuals: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, Flags, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,7 @@ def attention_blocked(
     segments: jax.Array | None = None,
     causal: bool = True,
     window: int | None = None,
+    windowed: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
@@ -69,17 +74,40 @@ def attention_blocked(
     """
     check_attention(q, k, v, segments=segments, causal=causal, window=window, softcap=softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _attention(_Options(causal=causal, window=window, scale=scale, softcap=softcap), q, k, v, segments)
+    windowed = None if window is None else windowed
+    options = _Options(causal=causal, window=window, scale=scale, softcap=softcap)
+    return _attention(options, q, k, v, (segments, windowed))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    return _forward(options, q, k, v, segments)[0]
+def _attention(options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, flags: Flags) -> jax.Array:
+    return _forward(options, q, k, v, flags)[0]
 
 
-def _forward(
-    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> tuple[jax.Array, Residuals]:
+def _by_window(windowed: jax.Array | None, options: _Options, compute: Callable[..., T], *arrays: jax.Array) -> T:
+    """`compute(options, *arrays)`, without the window where `windowed` is false: each has its own static slices, and
+    one of them runs.
+
+    Inside the custom derivative, because that of `cond` would keep what both branches need.
+    """
+    if windowed is None:
+        return compute(options, *arrays)
+    far = functools.partial(compute, dataclasses.replace(options, window=None))
+    result: T = jax.lax.cond(windowed, functools.partial(compute, options), far, *arrays)
+    return result
+
+
+def _forward(options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, flags: Flags) -> tuple[jax.Array, Residuals]:
+    segments, windowed = flags
+    out, log_sum = _by_window(windowed, options, functools.partial(_forward_rows, segments), q, k, v)
+    out, log_sum = save_name(out, "attention"), save_name(log_sum, "attention")
+    return out, (q, k, v, flags, out, log_sum)
+
+
+def _forward_rows(
+    segments: jax.Array | None, options: _Options, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The output, and the log-sum-exp of each row, `[batch, kv_heads, group, seq, 1]`."""
     queries, keys, values = _grouped(q, k.shape[2]), _heads_first(k), _heads_first(v)
     outs, log_sums = [], []
     for piece in _pieces(q.shape[1], k.shape[1], options):
@@ -87,9 +115,7 @@ def _forward(
         out, log_sum = _over_blocks(block, piece, queries)
         outs.append(out)
         log_sums.append(log_sum)
-    out = save_name(_ungrouped(jnp.concatenate(outs, axis=3)), "attention")
-    log_sum = save_name(jnp.concatenate(log_sums, axis=3), "attention")
-    return out, (q, k, v, segments, out, log_sum)
+    return _ungrouped(jnp.concatenate(outs, axis=3)), jnp.concatenate(log_sums, axis=3)
 
 
 def _forward_block(
@@ -117,7 +143,22 @@ def _forward_block(
 def _backward(
     options: _Options, residuals: Residuals, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segments, out, log_sum = residuals
+    q, k, v, (segments, windowed), out, log_sum = residuals
+    rows = functools.partial(_backward_rows, segments)
+    return (*_by_window(windowed, options, rows, q, k, v, out, log_sum, d_out), None)
+
+
+def _backward_rows(
+    segments: jax.Array | None,
+    options: _Options,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    log_sum: jax.Array,
+    d_out: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of q, k and v."""
     queries, keys, values = _grouped(q, k.shape[2]), _heads_first(k), _heads_first(v)
     # sum_k p dp of the softmax's gradient is the same number as out . d_out, known without any score
     inner = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
@@ -131,7 +172,7 @@ def _backward(
         d_keys = d_keys.at[..., piece.low : piece.high].add(d_key)
         d_values = d_values.at[..., piece.low : piece.high].add(d_value)
     d_q = _ungrouped(jnp.concatenate(d_queries, axis=3))
-    return d_q, d_keys.transpose(0, 3, 1, 2).astype(k.dtype), d_values.transpose(0, 3, 1, 2).astype(v.dtype), None
+    return d_q, d_keys.transpose(0, 3, 1, 2).astype(k.dtype), d_values.transpose(0, 3, 1, 2).astype(v.dtype)
 
 
 def _backward_block(

@@ -4,7 +4,8 @@ The token at row position i may attend to the token at row position j when all o
 
 - causal: j <= i;
 - window: i - j < window. The window counts the token itself, as in Mistral (Jiang et al. 2023, section 2) and
-  transformers: window=1 sees only itself. A window bounds the past only, so it needs causal attention;
+  transformers: window=1 sees only itself. A window bounds the past only, so it needs causal attention. Where
+  `windowed`, a bool scalar, is false the window is not in force: so layers of one scan differ in it;
 - segments: both tokens are of the same segment and it is not 0. Segments tell packed documents apart; 0 is padding.
 
 Positions here are places in the row, not places in a document: inside one segment the two differ by a constant, which
@@ -27,6 +28,7 @@ def attention_mask(
     kv_segments: jax.Array | None = None,
     causal: bool = True,
     window: int | None = None,
+    windowed: jax.Array | None = None,
 ) -> jax.Array:
     """True where a query may attend to a key.
 
@@ -34,7 +36,7 @@ def attention_mask(
       q_positions, kv_positions: int32 `[q_seq]` and `[kv_seq]`, places in the row; a shard of a sequence gives its
         own places. Where rows stand at different places, `[batch, q_seq]`.
       q_segments, kv_segments: int32 `[batch, q_seq]` and `[batch, kv_seq]`, 0 for padding; both or neither.
-      causal, window: see the top of this file.
+      causal, window, windowed: see the top of this file.
 
     Returns:
       bool `[batch, q_seq, kv_seq]`, with batch 1 when all rows are alike.
@@ -42,7 +44,8 @@ def attention_mask(
     distance = jnp.atleast_2d(q_positions)[:, :, None] - jnp.atleast_2d(kv_positions)[:, None, :]
     allowed = distance >= 0 if causal else distance == distance
     if window is not None:
-        allowed &= distance < window
+        near = distance < window
+        allowed &= near if windowed is None else near | ~windowed
     if q_segments is None or kv_segments is None:
         assert q_segments is None and kv_segments is None, "segments of queries and keys come together"
         return allowed

@@ -22,6 +22,7 @@ def attention_reference(
     segments: jax.Array | None = None,
     causal: bool = True,
     window: int | None = None,
+    windowed: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -32,7 +33,7 @@ def attention_reference(
     Args:
       q: `[batch, seq, heads, head_dim]`, any float dtype.
       k, v: `[batch, kv_seq, kv_heads, head_dim]`, the dtype of q; query head h reads kv head h // (heads / kv_heads).
-      segments: int32 `[batch, seq]`, 0 for padding; masks.py says what it, `causal` and `window` mean.
+      segments: int32 `[batch, seq]`, 0 for padding; masks.py says what it, `causal`, `window` and `windowed` mean.
       scale: factor on the scores before the softmax, 1/sqrt(head_dim) when None.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
       dropout: share of the probabilities set to zero, the rest scaled up; needs `key`, a typed PRNG key.
@@ -54,6 +55,7 @@ def attention_reference(
         kv_segments=segments,
         causal=causal,
         window=window,
+        windowed=windowed,
     )
     return attention_masked(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, key=key)
 

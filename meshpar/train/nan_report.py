@@ -114,11 +114,12 @@ def _activations(training: Training, params: PyTree, batch: Batch, key: jax.Arra
         return x, jnp.isfinite(x).all()
 
     def layer(params: PyTree, x: jax.Array, batch: Batch, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        constants = jax.tree.map(lambda values: jnp.asarray(values)[index], model.layer_constants)
         weights = jax.tree.map(lambda w: w[index], params["blocks"])
         block_key = None if blocks_key is None else jax.random.fold_in(blocks_key, index)
         with placed(plan.placement(mesh)), seen_names() as seen:
             weights = use(weights, model.layer_axes, model.layer_shapes)
-            y, _ = bound(params).block(model.bind_block(weights), x, batch, block_key)
+            y, _ = model.call_block(bound(params), weights, constants, x, batch, block_key)
         names[:] = [*(name for name, _ in seen), "output"]
         return y, jnp.stack([jnp.isfinite(value).all() for value in (*(value for _, value in seen), y)])
 
