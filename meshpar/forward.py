@@ -145,7 +145,7 @@ class Forward:
 
 
 def loop(block: Callable[..., Any], carry: PyTree, stacked: PyTree, layers: int, unroll: int) -> tuple[PyTree, PyTree]:
-    """Runs `carry, out = block(carry, weights, layer)` over stacked weights; `unroll` layers an iteration, 0 for all
+    """Runs `carry, out = block(carry, given, layer)` over what is stacked; `unroll` layers an iteration, 0 for all
     written out. Returns the last carry, and what came out of the layers, stacked.
     """
     if unroll == 0 or unroll >= layers > 1:

@@ -31,11 +31,14 @@ class Attention(nnx.Module):
         bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        qk_norm_offset: float = 0.0,
         window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
         dropout: float = 0.0,
     ):
         """`qk_norm_eps` turns on a norm of queries and keys per head; `window` limits attention to that many
-        positions, the token itself included.
+        positions, the token itself included; `scale` and `softcap` are those of `attend`.
         """
         self.q = Linear({"embed": embed}, {"heads": heads, "head_dim": head_dim}, rngs=rngs, bias=bias, std=std)
         self.k = Linear({"embed": embed}, {"kv_heads": kv_heads, "head_dim": head_dim}, rngs=rngs, bias=bias, std=std)
@@ -43,9 +46,13 @@ class Attention(nnx.Module):
         self.out = Linear(
             {"heads": heads, "head_dim": head_dim}, {"embed": embed}, rngs=rngs, bias=out_bias, std=out_std
         )
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, axis="head_dim")
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, axis="head_dim")
+        self.q_norm, self.k_norm = (
+            None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps, axis="head_dim", offset=qk_norm_offset)
+            for _ in "qk"
+        )
         self.window = window
+        self.scale = scale
+        self.softcap = softcap
         self.dropout = dropout
 
     def __call__(
@@ -55,9 +62,10 @@ class Attention(nnx.Module):
         segments: jax.Array | None,
         rope: tuple[jax.Array, jax.Array] | None,
         key: jax.Array | None,
+        windowed: jax.Array | None = None,
     ) -> jax.Array:
         """`[batch, seq, embed]`, whole along seq, to `[batch, seq_residual, embed]`; `rope` are the cos and sin
-        tables, None for no rotation.
+        tables, None for no rotation; `windowed`, a bool scalar, is whether this layer has the window.
         """
         q = self.q.add_bias(self.q(x))
         k = self.k.add_bias(self.k(x))
@@ -70,7 +78,16 @@ class Attention(nnx.Module):
         k = save_name(constrain(k, "batch seq kv_heads head_dim", name="keys"), "qkv")
         v = save_name(constrain(v, "batch seq kv_heads head_dim", name="values"), "qkv")
         y = attend(
-            q, k, v, segments=segments, window=self.window, dropout=self.dropout if key is not None else 0.0, key=key
+            q,
+            k,
+            v,
+            segments=segments,
+            window=self.window,
+            windowed=windowed,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=self.dropout if key is not None else 0.0,
+            key=key,
         )
         y = constrain(y, "batch seq heads head_dim", name="attention")  # attend has tagged it for rematerialisation
         return self.out.add_bias(constrain(self.out(y), "batch seq_residual embed", name="attention output"))
