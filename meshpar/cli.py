@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "check": ("meshpar.check.command", "a recipe on two meshes: everything must be equal"),
+    "convert": ("meshpar.convert", "weights from and to Hugging Face's form"),
     "launch": ("meshpar.launch", "several processes of one command on this machine"),
 }
 
