@@ -156,7 +156,7 @@ def load_hf(
       ValueError: what `open_hf` says, or the plan does not fit the model or the devices.
 
     Example:
-      `loaded = mp.load_hf("SmolLM2-135M", mp.Plan(mesh="fsdp=8"))`
+      `loaded = mp.load_hf("SmolLM2-135M", mp.Plan(mesh=mp.MeshSpec(fsdp=8)))`
     """
     source = open_hf(path)
     if devices is None:
