@@ -81,8 +81,8 @@ def from_hf(source: Path, to: Path, *, dtype: str | None = None) -> None:
     if to.suffix == ".safetensors" and to.exists():
         raise ValueError(f"{to} is there already; name a new file")
     opened = open_hf(source)
-    recipe = _recipe_of(opened.config)
     specs, chunks = _ours(opened, _dtype(dtype, opened.tensors))
+    recipe = _recipe_of(opened.config, tokenizer=to / "tokenizer.json")
     about = {"recipe": recipe, "token_ids": opened.token_ids, "from": str(source)}
     metadata = {"meshpar": json.dumps(about)}
     with _progress(f"reading {source}", sum(spec.nbytes for spec in specs)) as advance:
@@ -174,11 +174,22 @@ def _dtype(asked: str | None, tensors: Mapping[str, Any]) -> np.dtype[Any]:
     return found
 
 
-def _recipe_of(config: Any) -> dict[str, Any]:
-    """The part of a run's config.json that says which model it is."""
-    from meshpar.train.values import function_name, to_json
+def _recipe_of(config: Any, *, tokenizer: Path) -> dict[str, Any]:
+    """The recipe in a run's config.json: this model, and the least that a recipe says besides."""
+    from meshpar.plan import Plan
+    from meshpar.train.data import DataConfig
+    from meshpar.train.optimizer import OptimizerConfig
+    from meshpar.train.run import Recipe, RunConfig
+    from meshpar.train.values import to_json
 
-    return {"model": {"class": function_name(type(config)), **to_json(config)}}
+    recipe = Recipe(
+        model=config,
+        plan=Plan(),
+        data=DataConfig(tokenizer=str(tokenizer), seq=min(config.max_seq, 1024)),
+        optimizer=OptimizerConfig(),
+        train=RunConfig(steps=1, batch=1),
+    )
+    return dict(to_json(recipe))
 
 
 def _about(run: Path) -> dict[str, Any]:
