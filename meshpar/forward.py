@@ -121,7 +121,8 @@ class Forward:
 
     def _stacked(self, params: PyTree) -> PyTree:
         """What the layers are given, one of each: weights and constants."""
-        return params["blocks"], jax.tree.map(jnp.asarray, self.model.layer_constants)
+        constants = jax.tree.map(jnp.asarray, self.model.layer_constants)
+        return {"weights": params["blocks"], "constants": constants}
 
     def _call_block(
         self,
@@ -133,9 +134,8 @@ class Forward:
         key: jax.Array | None,
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """One layer, its weights made usable first."""
-        weights, constants = given
-        weights = use(weights, self.model.layer_axes, self.model.layer_shapes)
-        return self.model.call_block(lm, weights, constants, x, batch, key)
+        weights = use(given["weights"], self.model.layer_axes, self.model.layer_shapes)
+        return self.model.call_block(lm, weights, given["constants"], x, batch, key)
 
     @property
     def _unroll(self) -> int:

@@ -182,6 +182,25 @@ def test_state_that_is_not_a_parameter_is_refused() -> None:
         abstract(Counting)
 
 
+def test_constants_of_layers_have_one_entry_for_each_and_reach_their_block() -> None:
+    class Turning(Toy):
+        layer_constants: Any = {"turn": np.arange(3)}  # noqa: RUF012
+
+        def block(self, block: Any, x: Any, batch: Any, key: Any, constants: Any) -> Any:
+            return x + constants["turn"], {}
+
+    model = abstract(Turning)
+    assert model.layer_constants["turn"].tolist() == [0, 1, 2]
+    assert model.shapes.keys() == TOY.shapes.keys()
+    given = jax.tree.map(jnp.zeros_like, TOY.init(jax.random.key(0)))
+    one = jax.tree.map(lambda leaf: leaf[0], given["blocks"])
+    y, _ = model.call_block(model.bind(given), one, {"turn": jnp.asarray(2.0)}, jnp.ones(()), Any, None)  # type: ignore[arg-type]
+    assert float(y) == 3.0
+    Turning.layer_constants = {"turn": np.arange(2)}
+    with pytest.raises(ValueError, match=r"Turning.layer_constants: turn is \(2,\) and there are 3 layers; give one"):
+        abstract(Turning)
+
+
 def test_bound_parameters_are_those_that_were_given(values: Any) -> None:
     bound: Any = TOY.bind(values)
     assert isinstance(bound, LanguageModel)

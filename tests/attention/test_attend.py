@@ -118,6 +118,32 @@ def test_the_kernels_know_their_limits():
     assert "multiple of 128" in splash_refusal(*half(seq=200)[:2])
 
 
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_a_switched_window_on_a_mesh_is_the_reference(placement_of, backend):
+    q, k, v = arrays(8, 2)
+
+    def on_mesh(windowed, q, k, v):
+        with placed(placement_of(backend)):
+            return attend(q, k, v, window=5, windowed=windowed)
+
+    for windowed, window in ((True, 5), (False, None)):
+        switched = functools.partial(on_mesh, jnp.asarray(windowed))
+        assert_trees_close(run(switched, q, k, v), run(functools.partial(attention_reference, window=window), q, k, v))
+
+
+def test_splash_with_a_switched_window_is_two_kernels(placement_of, monkeypatch):
+    monkeypatch.setattr("meshpar.attention.attend._platform", lambda placement: "tpu")
+    q, k, v = arrays(8, 8, seq=256, head_dim=64, dtype=jnp.bfloat16)
+
+    def loss(q, k, v, windowed):
+        with placed(placement_of("splash", "data=1")):
+            return attend(q, k, v, window=100, windowed=windowed).astype(jnp.float32).sum()
+
+    grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    text = grad.trace(q, k, v, jnp.asarray(True)).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") >= 6  # for each the forward and the gradients of q and of k, v
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"causal": False}, {"softcap": 20.0, "with_segments": True}])
 def test_splash_lowers_for_tpu_on_a_mesh(placement_of, options):
     options = dict(options)

@@ -192,6 +192,32 @@ def test_keys_outside_the_causal_and_window_bounds_are_never_read(monkeypatch):
     assert keys_read(window=9) == [8] + [16] * 7
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("attention", [attention_blocked, attention_reference])
+def test_a_window_that_is_switched_by_data_is_that_window_or_none(attention):
+    q, k, v, d_out = arrays(70, 4, 2)
+    options = {"segments": packed(70), "softcap": 3.0}
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(q, k, v, windowed):
+        out, pull = jax.vjp(functools.partial(attention, window=9, windowed=windowed, **options), q, k, v)
+        return {"out": out, **dict(zip("qkv", pull(d_out), strict=True))}
+
+    for windowed, window in ((True, 9), (False, None)):
+        expected = values_and_gradients(attention_reference, q, k, v, d_out, window=window, **options)
+        assert_trees_close(run(q, k, v, jnp.asarray(windowed)), expected)
+
+
+def test_a_switched_window_keeps_one_set_of_residuals():
+    q, k, v, _ = arrays(64, 1, 1, batch=1)
+
+    def kept(**options):
+        _, pull = jax.vjp(functools.partial(attention_blocked, **options), q, k, v)
+        return sum(x.nbytes for x in jax.tree.leaves(pull) if hasattr(x, "nbytes"))
+
+    assert kept(window=9, windowed=jnp.asarray(True)) <= kept(window=9) + 16
+
+
 def test_splitting_batch_and_heads_needs_no_communication(mesh_of):
     mesh = mesh_of("data=2 tensor=4")
     q, k, v, d_out = arrays(160, 8, 4)

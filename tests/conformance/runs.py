@@ -19,6 +19,7 @@ from meshpar.precision.policy import Policy
 from meshpar.train.build import Training, build
 from meshpar.train.state import TrainState
 from meshpar.train.step import Objective
+from models.gemma import GemmaConfig
 from models.gpt import GPTConfig
 from models.llama import LlamaConfig
 
@@ -30,6 +31,26 @@ LLAMA = LlamaConfig(
     vocab=90, layers=2, embed=32, heads=4, kv_heads=2, mlp=64, max_seq=64, vocab_multiple=16, init_std=0.2
 )
 GPT = GPTConfig(vocab=90, layers=2, embed=32, heads=4, max_seq=64, vocab_multiple=16, init_std=0.2)
+# Local and global layers, a window shorter than a row, and both softcaps.
+GEMMA = GemmaConfig(
+    vocab=90,
+    layers=3,
+    embed=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    mlp=64,
+    max_seq=64,
+    window=6,
+    global_every=2,
+    query_scalar=24.0,
+    local_rope_theta=1000.0,
+    qk_norm=True,
+    attention_softcap=5.0,
+    final_softcap=8.0,
+    vocab_multiple=16,
+    init_std=0.2,
+)
 
 
 @functools.cache

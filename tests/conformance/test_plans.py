@@ -11,7 +11,7 @@ import pytest
 from meshpar.precision.policy import Policy
 from meshpar.testing.compare import assert_losses_close, assert_trees_close
 from meshpar.train.step import Objective
-from tests.conformance.runs import GPT, LLAMA, Run, batch_of, train
+from tests.conformance.runs import GEMMA, GPT, LLAMA, Run, batch_of, train
 
 REDUCE = Policy(compute="fp32", reduce="fp32")
 
@@ -94,6 +94,22 @@ def test_packed_rows_train_like_one_device(name: str) -> None:
 def test_gpt_trains_like_one_device(name: str) -> None:
     mesh, plan = PLANS[name]
     assert_same_training(train(mesh, config=GPT, **plan), reference(config=GPT))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data tensor sp",
+        "unrolled zero 1 tensor",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("fsdp zero 3", "accumulate", "remat selective unrolled fsdp")
+        ),
+    ],
+)
+def test_gemma_trains_like_one_device(name: str) -> None:
+    mesh, plan = PLANS[name]
+    assert_same_training(train(mesh, config=GEMMA, **plan), reference(config=GEMMA))
 
 
 @pytest.mark.parametrize("name", ["data zero 1", "fsdp zero 3", "data tensor", "data fsdp tensor sp accumulate"])
