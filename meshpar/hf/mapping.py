@@ -287,8 +287,7 @@ def _load(
         return made
 
     if not entry.stacked:
-        # a copy: what lies in numpy's memory cannot be donated, and the first step would copy it
-        return jax.block_until_ready(jax.device_put(of_layer(0, shape, sharding), sharding, may_alias=False))
+        return _filled(weights, entry, tensor(entry.name(0)), leaf, sharding, on_read)
     inner = _without_layers(sharding)
     zeros, put = _fillers(sharding)
     whole = zeros(shape, dtype)
@@ -296,6 +295,22 @@ def _load(
         # waiting, so that no second tensor is read while the first one is still there
         whole = jax.block_until_ready(put(whole, of_layer(layer, shape[1:], inner), np.int32(layer)))
     return whole
+
+
+def _filled(
+    weights: Weights, entry: Entry, tensor: Stored, leaf: Any, sharding: Any, on_read: OnRead | None
+) -> jax.Array:
+    """A parameter of one tensor, device by device: on top of its shards there is one block."""
+    shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+    blocks = {device: _ends(block, shape) for device, block in sharding.addressable_devices_indices_map(shape).items()}
+    read = functools.lru_cache(maxsize=1)(lambda ends: read_block(weights, entry, tensor, shape, _slices(ends), dtype))
+    shards = []
+    for device in sorted(blocks, key=blocks.__getitem__):  # those with the same block one after another
+        # a copy: what lies in numpy's memory cannot be donated, and the first step would copy it
+        shards.append(jax.block_until_ready(jax.device_put(read(blocks[device]), device, may_alias=False)))
+    if on_read is not None:
+        on_read(entry.ours, math.prod(shape))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 @functools.lru_cache(maxsize=256)  # so that parameters of one shape and split share their programs
