@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from meshpar.generate.generator import Generator as Generator
     from meshpar.generate.generator import sample as sample
     from meshpar.generate.sampling import Sampling as Sampling
+    from meshpar.hf.folder import load_hf as load_hf
+    from meshpar.hf.folder import open_hf as open_hf
+    from meshpar.hf.folder import save_hf as save_hf
     from meshpar.interfaces import Batch as Batch
     from meshpar.interfaces import LanguageModel as LanguageModel
     from meshpar.layout.constrain import constrain as constrain
@@ -85,6 +88,10 @@ _HOME = {
     "Checkpoints": "checkpoint.manager",
     "save_weights": "checkpoint.weights",
     "load_weights": "checkpoint.weights",
+    # Hugging Face
+    "open_hf": "hf.folder",
+    "load_hf": "hf.folder",
+    "save_hf": "hf.folder",
     # text
     "sample": "generate.generator",
     "Generator": "generate.generator",
