@@ -81,9 +81,7 @@ def attend(
     if placement is not None:
         k, v = _match_heads(q, k, v, placement)
     if cached is not None:  # one query a row: no backend has a block to skip
-        mask = attention_mask(
-            positions, jnp.arange(k.shape[1]), causal=causal, window=window, windowed=windowed
-        )
+        mask = attention_mask(positions, jnp.arange(k.shape[1]), causal=causal, window=window, windowed=windowed)
         return attention_masked(q, k, v, mask, scale=scale, softcap=softcap)
     backend = _choose(q, k, segments, softcap, placement)
     with jax.named_scope("attention"):
