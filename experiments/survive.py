@@ -6,8 +6,8 @@
 
 After each kill the same command starts again and must go on by itself from the newest checkpoint that was complete.
 At the end every loss and every batch (its checksum) must be bit-equal to those of the undisturbed run. One kill in five
-comes before the first step, the others at a moment drawn evenly from twice the time that a kill's share of the steps
-takes, so that they are spread over the whole run; every few steps are saved.
+comes before the first step, the others after a number of steps drawn evenly from twice a kill's share of those that are
+left, at the pace seen so far, so that they are spread over the whole run; every few steps are saved.
 Exit code 0: all equal; 1: something is lost or differs, and it says what.
 """
 
@@ -71,20 +71,25 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"undisturbed: the first step after {start:.1f} s, {options.steps} steps in {life:.1f} s", flush=True)
 
     moments = random.Random(options.seed)
-    wrong = 0
+    pace = (life - start) / options.steps  # seconds a step
+    wrong = hit = 0
     for number in range(1, options.kills + 1):
-        early = moments.random() < 0.2
-        after = (
-            moments.uniform(0.0, start) if early else start + moments.uniform(0.0, 2 * (life - start) / options.kills)
-        )
         saved = newest(killed)
-        run(killed, overrides, after)
+        share = (options.steps - saved) / (options.kills - number + 2)  # one more: a part stays for the run that ends
+        early = moments.random() < 0.2
+        after = moments.uniform(0.0, start) if early else start + pace * moments.uniform(0.0, 2 * share)
+        first, lived = run(killed, overrides, after)
         reached, now = last_step(killed), newest(killed)
+        if first and reached > saved + 10:
+            pace = (lived - first) / (reached - saved)
+        if now < options.steps:
+            hit += 1
         print(f"kill {number:2} after {after:5.1f} s: began from {saved}, reached {reached}, saved {now}", flush=True)
         if now < saved:
             print(f"  WRONG: the checkpoint of step {saved} was there and {now} is the newest", flush=True)
             wrong += 1
     run(killed, overrides, None)
+    print(f"{hit} of {options.kills} kills met a run that had not ended", flush=True)
     for name in ("loss", "data", "grad_norm"):
         one, other = column(whole, name), column(killed, name)
         differs = [step for step in sorted(one.keys() | other.keys()) if one.get(step) != other.get(step)]
@@ -98,15 +103,16 @@ def run(folder: Path, overrides: list[str], seconds: float | None) -> tuple[floa
     """One process, which is killed after so many seconds; None: it must end well.
 
     Returns:
-      Seconds until it wrote the line of its first step, and until it ended.
+      Seconds until it wrote the line of its first new step, 0 if it never did, and until it ended.
     """
     command = [sys.executable, "-m", "experiments.train_lm", "--recipe", "llama_tiny_stdlib", "--out", str(folder)]
     words = [word for override in overrides for word in ("--set", override)]
     begun, first = time.monotonic(), 0.0
     with (folder.parent / f"{folder.name}.log").open("a") as log:
         process = subprocess.Popen([*command, *words], stdout=log, stderr=subprocess.STDOUT)
+        before = last_step(folder)
         while process.poll() is None:
-            first = first or (time.monotonic() - begun if last_step(folder) else 0.0)
+            first = first or (time.monotonic() - begun if last_step(folder) > before else 0.0)
             if time.monotonic() - begun > (seconds or 1800):
                 process.kill()
             time.sleep(0.01)
