@@ -306,8 +306,12 @@ def _filled(
     read = functools.lru_cache(maxsize=1)(lambda ends: read_block(weights, entry, tensor, shape, _slices(ends), dtype))
     shards = []
     for device in sorted(blocks, key=blocks.__getitem__):  # those with the same block one after another
-        # a copy: what lies in numpy's memory cannot be donated, and the first step would copy it
-        shards.append(jax.block_until_ready(jax.device_put(read(blocks[device]), device, may_alias=False)))
+        shard = jax.device_put(read(blocks[device]), device)
+        if device.platform == "cpu":
+            # It may lie in numpy's memory, which cannot be donated: the first step would copy it. Numpy arrays are not
+            # copied when asked for, jax's are.
+            shard = jax.device_put(shard, device, may_alias=False)
+        shards.append(jax.block_until_ready(shard))
     if on_read is not None:
         on_read(entry.ours, math.prod(shape))
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)

@@ -135,8 +135,15 @@ def test_what_is_loaded_can_be_donated() -> None:
     params = load(FOLDER / "llama", "fsdp=8").params
     kept = jax.tree.map(lambda leaf: leaf.sharding, params)
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0, out_shardings=kept)
-    jax.block_until_ready(step(params))
+    before = places(params)
+    after = places(jax.block_until_ready(step(params)))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert set(before) == set(after)  # what lies in numpy's memory would be copied instead
+
+
+def places(tree: Any) -> list[int]:
+    """Where each shard lies in memory."""
+    return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
 
 
 # --- what does not ---------------------------------------------------------------------------------------------------
