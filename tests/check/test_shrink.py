@@ -88,6 +88,7 @@ def test_drawn_cases_follow_the_seed_and_cover_every_choice() -> None:
     assert set(CHOICES) <= set(OFF) | {"objective.clip_norm"}  # what is drawn can be turned off again
 
 
+@pytest.mark.slow
 def test_fuzzing_runs_so_many_cases_and_they_are_equal() -> None:
     said = []
     found = fuzz("micro", recipe(), count=2, seed=3, checker=checker(), on_case=lambda *words: said.append(words))
