@@ -53,6 +53,16 @@ def test_one_query_against_the_cache_is_the_last_row_of_the_whole(options: dict[
         np.testing.assert_array_equal(after, before.at[1].set(jnp.where(there, of(new), before[1])))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_written_bit_by_bit(dtype: Any) -> None:
+    q, k, v = (x.astype(dtype) for x in arrays())
+    with continuing([cache_of(k, v)], 1, AT) as written:
+        found = attend(of(q), of(k), of(v))
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, of(attention_reference(q, k, v)))
+    np.testing.assert_array_equal(of(written[0].k[1]), of(k))
+
+
 def test_calls_are_told_apart_by_their_order() -> None:
     q, k, v = arrays()
     with continuing([cache_of(k, v), cache_of(v, k)], jnp.int32(1), AT) as written:
