@@ -177,7 +177,8 @@ def _match_heads(q: jax.Array, k: jax.Array, v: jax.Array, placement: Placement)
     repeats = q.shape[2] // k.shape[2]
     if repeats == 1 or split(q, "heads") == split(k, "kv_heads"):
         return k, v
-    k, v = (constrain(jnp.repeat(x, repeats, axis=2), "batch seq heads head_dim") for x in (k, v))
+    named = (("repeated keys", k), ("repeated values", v))
+    k, v = (constrain(jnp.repeat(x, repeats, axis=2), "batch seq heads head_dim", name=name) for name, x in named)
     return k, v
 
 
