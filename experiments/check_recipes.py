@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Any
 
 from meshpar.check.case import Case
-from meshpar.check.invariance import Checker, Findings
+from meshpar.check.invariance import Checker
 from meshpar.mesh.devices import use_compilation_cache
 from meshpar.mesh.emulate import emulate
 from meshpar.mesh.spec import MeshSpec
@@ -61,18 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
             case = Case(name=name, base=load_recipe(name), mesh=mesh, changes=RECIPES[name], random_data=name in RANDOM)
             begun = time.perf_counter()
             findings = checker.check(case)
-            cells.append(f"{worst_of(findings):.2g}")
+            cells.append(f"{findings.worst:.2g}")
             wrong += not findings.ok
             seconds = time.perf_counter() - begun
             print(f"... {name} {mesh}: {findings.first or 'equal'} ({seconds:.0f} s)", file=sys.stderr, flush=True)
         table.add_row(name, *cells)
     Console(width=140).print(table)
     return 1 if wrong else 0
-
-
-def worst_of(findings: Findings) -> Any:
-    """The largest difference of any tensor, in parts of what is allowed."""
-    return max((row.worst for row in findings.rows if row.worst == row.worst), default=0.0)
 
 
 if __name__ == "__main__":

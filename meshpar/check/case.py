@@ -45,6 +45,8 @@ OFF: Final = {
     "model.window": "none",
     "model.qk_norm": "false",
     "model.attention_bias": "false",
+    "model.attention_softcap": "none",
+    "model.final_softcap": "none",
 }
 
 
@@ -61,6 +63,7 @@ class Case:
     masked: bool = True  # a fifth of the targets, and all of the last row, do not count
     random_data: bool = False  # random tokens instead of the recipe's text
     steps: int = 2
+    planted: str | None = None  # the fault that the command plants
 
     @property
     def recipe(self) -> Recipe:
@@ -104,6 +107,7 @@ class Case:
             words += ["--precision", self.precision]
         words += ["--no-masks"] * (not self.masked) + ["--random-data"] * self.random_data
         words += ["--steps", str(self.steps)] if self.steps != 2 else []
+        words += [] if self.planted is None else ["--plant", self.planted]
         return shlex.join(words)
 
     def smaller(self) -> Iterator[tuple[str, Case]]:

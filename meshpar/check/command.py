@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -56,10 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--random-data", action="store_true", help="random tokens instead of the recipe's text")
     parser.add_argument("--no-masks", action="store_true", help="every target counts (default: four fifths of them)")
     parser.add_argument("--no-shrink", action="store_true", help="report a difference without looking for its cause")
-    parser.add_argument("--fuzz", type=int, metavar="N", help="check N random meshes and features instead of --mesh")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop fuzzing after so long")
-    parser.add_argument("--seed", type=int, default=0, help="of the fuzzing (default: %(default)s)")
-    parser.add_argument("--devices", type=int, help="with --fuzz: at most so many (default: 8)")
+    parser.add_argument("--devices", type=int, help="CPU devices to emulate (default: the mesh's product, or 8)")
+    parser.add_argument("--fuzz", type=int, metavar="N", help="check N random meshes and features, on random tokens")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="with --fuzz: stop after so long")
+    parser.add_argument("--seed", type=int, default=0, help="of --fuzz (default: %(default)s)")
     parser.add_argument("--plant", metavar="FAULT", help=f"run with a deliberate fault: {', '.join(FAULTS)}")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON and nothing else")
     options = parser.parse_args(arguments)
@@ -71,6 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _planted(name: str | None) -> contextlib.AbstractContextManager[Any]:
@@ -85,35 +87,41 @@ def _planted(name: str | None) -> contextlib.AbstractContextManager[Any]:
 def _case(options: argparse.Namespace) -> Case:
     if options.steps < 1:
         raise ValueError(f"--steps {options.steps} is below 1; 2 shows what the first update did")
+    against = MeshSpec.parse(options.against)
+    if against.has_free_axis:
+        raise ValueError(f"--against {against} has a free axis; give its size")
+    if joined().processes > 1:
+        raise ValueError(f"check runs in one process and there are {joined().processes}; start it by itself")
     base = load_recipe(options.recipe)
-    changes = {}
-    for text in options.overrides:
-        apply_overrides(base, [text])
-        key, _, value = text.partition("=")
-        changes[key.strip()] = value.strip()
-    mesh = changes.pop("mesh", None) if options.mesh is None else options.mesh
+    changes = {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in options.overrides)}
+    of_mesh = [key for key in changes if key.removeprefix("plan.").split(".")[0] == "mesh"]
+    if options.mesh is not None:
+        if of_mesh:
+            raise ValueError(f"--mesh {options.mesh} and --set {of_mesh[0]} both give the mesh; leave one of them out")
+        mesh = MeshSpec.parse(options.mesh)
+        apply_overrides(base, [*options.overrides, f"mesh={mesh}"])
+    else:
+        mesh = apply_overrides(base, options.overrides).plan.mesh
+    for key in of_mesh:
+        del changes[key]
     return Case(
         name=options.recipe,
         base=base,
-        mesh=base.plan.mesh if mesh is None else MeshSpec.parse(mesh),
-        against=MeshSpec.parse(options.against),
+        mesh=mesh,
+        against=against,
         changes=changes,
         precision=options.precision,
         masked=not options.no_masks,
         random_data=options.random_data,
         steps=options.steps,
+        planted=options.plant,
     )
 
 
 def _check(options: argparse.Namespace, say: Any) -> int:
     case = _case(options)
-    if case.against.has_free_axis:
-        raise ValueError(f"--against {case.against} has a free axis; give its size")
-    if joined().processes > 1:
-        raise ValueError(f"check runs in one process and there are {joined().processes}; start it by itself")
-    _ = case.recipe  # a bad value before devices are emulated
     larger = max(case.mesh, case.against, key=lambda mesh: math.inf if mesh.has_free_axis else mesh.product)
-    devices = choose_devices(larger, None)
+    devices = choose_devices(larger, options.devices)
     case = dataclasses.replace(case, mesh=case.mesh.resolve(len(devices)) if case.mesh.has_free_axis else case.mesh)
     case.check()
     use_compilation_cache()
@@ -124,7 +132,7 @@ def _check(options: argparse.Namespace, say: Any) -> int:
     if options.json:
         print(json.dumps(findings.to_json(), indent=1))
     else:
-        print_findings(findings, planted=options.plant)
+        print_findings(findings)
     return 0 if findings.ok else 1
 
 
@@ -132,29 +140,30 @@ def _fuzz(options: argparse.Namespace, say: Any) -> int:
     case = _case(options)
     if options.fuzz < 1:
         raise ValueError(f"--fuzz {options.fuzz} is below 1; give a number of cases")
-    devices = 8 if options.devices is None else options.devices
-    choose_devices(MeshSpec(data=devices), None)
+    if options.mesh is not None:
+        raise ValueError(f"--fuzz draws meshes and --mesh {options.mesh} gives one; leave one of them out")
+    devices = len(choose_devices(MeshSpec(data=-1), options.devices))
+    if case.against.product > devices:
+        raise ValueError(f"--against {case.against} needs {case.against.product} of {devices} devices; give --devices")
     use_compilation_cache()
     checker = Checker()
 
-    def on_case(number: int, drawn: Case, findings: Findings | None) -> None:
-        worst = max((row.worst for row in findings.rows if row.worst == row.worst), default=0.0) if findings else 0.0
-        say(f"{number}/{options.fuzz}  {worst:5.2f} of what is allowed  {drawn.mesh}  {_spelled(drawn.changes)}")
+    def on_case(number: int, findings: Findings) -> None:
+        drawn = f"{findings.case.mesh}  {_spelled(findings.case.changes)}"
+        say(f"{number}/{options.fuzz}  {findings.worst:5.2f} of what is allowed  {drawn}")
 
     found = fuzz(
-        case.name,
-        case.base,
+        case,
         count=options.fuzz,
         seconds=options.seconds,
         seed=options.seed,
         devices=devices,
-        changes=case.changes,
         on_case=on_case,
         checker=checker,
     )
-    findings = None
-    if found.failures:
-        findings = find_cause(checker, found.failures[0], say)
+    findings = found.failure
+    if findings is not None and not options.no_shrink:
+        findings = find_cause(checker, findings, say)
     if options.json:
         print(
             json.dumps(
@@ -168,15 +177,15 @@ def _fuzz(options: argparse.Namespace, say: Any) -> int:
             )
         )
     elif findings is not None:
-        print_findings(findings, planted=options.plant)
+        print_findings(findings)
     else:
         refused = f"{found.skipped} more were drawn and refused by the plan"
         print(f"{found.cases} random cases equal their references, in {found.seconds:.0f} s; {refused}")
     return 1 if findings is not None else 0
 
 
-def print_findings(findings: Findings, *, planted: str | None = None) -> None:
-    """A table of what was compared, then a verdict; `planted` is the fault that the command needs too."""
+def print_findings(findings: Findings) -> None:
+    """A table of what was compared, then a verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -211,8 +220,7 @@ def print_findings(findings: Findings, *, planted: str | None = None) -> None:
         if findings.there is not None and findings.there.text != first.text:
             console.print(f"  there: {_plain(findings.there)}", highlight=False)
         console.print("smallest command that shows it:", highlight=False)
-        fault = "" if planted is None else f" --plant {shlex.quote(planted)}"
-        console.print(f"  {findings.smallest.command()}{fault}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"  {findings.smallest.command()}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _plain(difference: Any) -> str:

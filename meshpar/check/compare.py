@@ -9,7 +9,7 @@ leaves, such as the bias of a key projection, are zero in exact arithmetic and h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,14 +23,18 @@ from meshpar.check.observe import Leaves, Steps, Subject, Updated
 # The comparisons in the order of computation.
 STAGES: Final = (
     "targets",
+    "initial parameters",
     "activations",
     "loss",
+    "other metrics",
     "gradients",
     "gradient norm",
     "parameters after SGD",
     "clipped gradients",
     "parameters after the optimizer",
+    "optimizer state",
     "later steps",
+    "evaluation",
     "copies",
     "determinism",
     "dropout",
@@ -98,12 +102,20 @@ def compare_leaves(
     Args:
       sizes: degrees for `meaning_of_ratio`.
       besides: what any entry may differ by, whatever its leaf.
-      before: subtracted from both for the ratio: of parameters, their update says more than they.
+      before: what parameters were: then their updates are compared, beside the rounding of what they are stored in.
     """
     found, worst = [], 0.0
     for path, expected in there.items():
-        actual = here[path]
-        allowed = tolerance.relative * float(np.max(np.abs(expected), initial=0.0)) + besides
+        actual = here.get(path)
+        if actual is None or actual.shape != expected.shape:
+            shape = "missing" if actual is None else f"of the shape {list(actual.shape)}"
+            text = f"it is {shape}, the reference has {list(expected.shape)}"
+            found, worst = [*found, Difference(stage=stage, path=path, text=text)], math.inf
+            continue
+        compared = expected if before is None else expected.astype(np.float64) - before[path].astype(np.float64)
+        allowed = tolerance.relative * _largest(compared) + besides
+        if before is not None:
+            allowed += 2 * max(float(jnp.finfo(leaf.dtype).eps) for leaf in (actual, expected)) * _largest(expected)
         gap = float(np.max(np.abs(actual.astype(np.float64) - expected.astype(np.float64)), initial=0.0))
         excess = 0.0 if gap == 0 else gap / allowed if allowed else math.inf
         if not np.isfinite(gap):
@@ -139,13 +151,26 @@ def compare_norm(
     stage: str, step: int, actual: float, expected: float, tolerance: Tolerance, *, sizes: Mapping[str, int]
 ) -> tuple[list[Difference], float]:
     """The gradient norms of one step."""
+    return compare_number(stage, f"norm of step {step}", actual, expected, tolerance, sizes=sizes, what="norm")
+
+
+def compare_number(
+    stage: str,
+    path: str,
+    actual: float,
+    expected: float,
+    tolerance: Tolerance,
+    *,
+    sizes: Mapping[str, int],
+    what: str = "number",
+) -> tuple[list[Difference], float]:
+    """Two numbers, such as a metric of one step."""
     excess = _excess(actual, expected, tolerance)
     if excess <= 1:
         return [], excess
     ratio = actual / expected if expected else math.inf
-    meaning = meaning_of_ratio(ratio, sizes, what="norm")
+    meaning = meaning_of_ratio(ratio, sizes, what=what)
     text = f"{actual:.7g}, reference {expected:.7g}, {ratio:.4g} times it"
-    path = f"norm of step {step}"
     return [Difference(stage=stage, path=path, text=text, excess=excess, ratio=ratio, meaning=meaning)], excess
 
 
@@ -160,10 +185,10 @@ def clipped(gradients: Leaves, clip_norm: float | None) -> Leaves:
     return {path: leaf * np.asarray(factor, leaf.dtype) for path, leaf in gradients.items()}
 
 
-def different_copies_found(steps: Steps) -> list[Difference]:
+def different_copies_found(stage: str, paths: Sequence[str]) -> list[Difference]:
     """Copies of one leaf must be equal to the bit."""
     text = "two devices hold the same part with different bits"
-    return [Difference(stage="copies", path=path, text=text) for path in steps.different_copies]
+    return [Difference(stage=stage, path=path, text=text) for path in paths]
 
 
 def not_repeatable_found(steps: Steps) -> list[Difference]:
@@ -176,6 +201,10 @@ def stale_parameters(updated: Updated) -> list[Difference]:
     """A parameter must be its master in the dtype that it is stored in."""
     stage, text = "parameters after the optimizer", "the parameter is not what its master says: stale weights"
     return [Difference(stage=stage, path=path, text=text) for path in updated.stale]
+
+
+def _largest(leaf: np.ndarray) -> float:
+    return float(np.max(np.abs(leaf), initial=0.0))
 
 
 def _excess(actual: float, expected: float, tolerance: Tolerance) -> float:

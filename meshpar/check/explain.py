@@ -39,6 +39,8 @@ def meaning_of_ratio(ratio: float, sizes: Mapping[str, int], *, what: str) -> st
     """
     if abs(ratio) < 1e-6:
         return "all of it is lost: a gradient is stopped, or a part is never added"
+    if not math.isfinite(ratio):
+        return None
     if abs(ratio + 1) < 1e-3:
         return "the sign is turned"
     for over, n in _products(sizes):
@@ -77,14 +79,18 @@ def meaning_of_difference(difference: float, sizes: Mapping[str, int]) -> str | 
 # Where to look, by the first stage that differs: everything before it is equal.
 WHERE_TO_LOOK: Final = {
     "targets": "the data: the batches themselves are wrong, on any mesh",
+    "initial parameters": "how parameters are drawn into their shards: a key or a counter that depends on the device",
     "activations": "the forward, at the activation that is named: everything before it is equal",
     "loss": "the loss itself: the activations are equal, the logits among them",
+    "other metrics": "how a metric is summed or divided: the loss is equal",
     "gradients": "the backward, or how gradients are summed: activations and loss are equal",
     "gradient norm": "how the norm is counted: the gradients are equal",
     "parameters after SGD": "how parameters are updated and gathered: the gradients are equal",
     "clipped gradients": "clipping, or its order among the other things: the raw gradients are equal",
     "parameters after the optimizer": "the optimizer's state or its layout: it was given equal gradients",
+    "optimizer state": "what an update leaves for the next, or its layout: the weights of the first are equal",
     "later steps": "what one step hands to the next: the first step is equal",
+    "evaluation": "the evaluation: the training step is equal",
     "copies": "devices that should hold the same, and do not; all else is equal so far",
     "determinism": "something that is not a function of state and batch",
     "dropout": "the keys of dropout: everything that does not drop is equal",

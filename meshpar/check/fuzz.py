@@ -16,10 +16,9 @@ from typing import Any, Final
 import numpy as np
 
 from meshpar.check.case import Case
-from meshpar.check.invariance import Checker, Findings
+from meshpar.check.invariance import OPTIMIZER, SGD, Checker, Findings
 from meshpar.mesh.spec import MeshSpec
 from meshpar.train.recipe import describe_keys
-from meshpar.train.run import Recipe
 
 AXES: Final = ("data", "fsdp", "tensor")
 
@@ -44,8 +43,6 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "model.qk_norm": ("false", "true"),
     "model.attention_bias": ("false", "true"),
 }
-# The stages of the one program that every case runs.
-STAGES: Final = ("losses", "gradients", "gradient norm", "parameters after SGD", "copies")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +51,15 @@ class Fuzzed:
 
     cases: int
     skipped: int  # drawn cases that the plan refuses
-    failures: list[Findings]
+    failure: Findings | None
     seconds: float
     drawn: Mapping[str, int]  # how often each value was run, as "key=value"
 
 
-def draw(rng: np.random.Generator, name: str, base: Recipe, devices: int, known: frozenset[str]) -> Case:
-    """A case on at most so many devices, with the keys `known`; it may be one that the plan refuses."""
+def draw(rng: np.random.Generator, case: Case, devices: int, known: frozenset[str]) -> Case:
+    """`case` with random tokens and a drawn mesh, masks and features, those in `known`, on at most so many devices; it
+    may be one that the plan refuses.
+    """
     product = int(rng.choice([n for n in (1, 2, 4, 6, 8, 12, 16) if n <= devices]))
     sizes = dict.fromkeys(AXES, 1)
     for factor in _prime_factors(product):
@@ -72,56 +71,56 @@ def draw(rng: np.random.Generator, name: str, base: Recipe, devices: int, known:
             value = values[rng.integers(len(values))] if rng.random() < 0.5 else values[0]
             if value != values[0]:
                 changes[key] = value
-    return Case(
-        name=name, base=base, mesh=MeshSpec(**sizes), changes=changes, masked=bool(rng.random() < 0.7), random_data=True
-    )
+    masked = bool(rng.random() < 0.7) and case.masked
+    changes |= case.changes
+    return dataclasses.replace(case, mesh=MeshSpec(**sizes), changes=changes, masked=masked, random_data=True)
 
 
-def cases(seed: int, name: str, base: Recipe, devices: int) -> Iterator[Case]:
+def cases(seed: int, case: Case, devices: int) -> Iterator[Case]:
     """Drawn cases without end."""
     rng = np.random.default_rng(seed)
-    known = frozenset(key.key for key in describe_keys(base))
+    known = frozenset(key.key for key in describe_keys(case.base))
     while True:
-        yield draw(rng, name, base, devices, known)
+        yield draw(rng, case, devices, known)
+
+
+def stages_for(case: Case) -> tuple[str, ...]:
+    """One program a case: the step with SGD, or where clipping was drawn the step with the recipe's optimizer."""
+    return OPTIMIZER if "objective.clip_norm" in case.changes else SGD
 
 
 def fuzz(
-    name: str,
-    base: Recipe,
+    case: Case,
     *,
     count: int,
     seconds: float = math.inf,
     seed: int = 0,
     devices: int = 8,
-    changes: Mapping[str, str] = {},
-    on_case: Callable[[int, Case, Findings | None], Any] = lambda number, case, findings: None,
+    on_case: Callable[[int, Findings], Any] = lambda number, findings: None,
     checker: Checker | None = None,
 ) -> Fuzzed:
     """Checks drawn cases until `count` have run or the time is over; stops at the first failure, without shrinking it.
 
     Args:
-      changes: `--set` keys that every case has.
-      on_case: is told each case and its findings; None where the plan refuses the case.
+      case: what all have in common: everything but mesh, tokens and the features that are drawn.
+      on_case: is told the findings of each.
     """
     checker = checker or Checker()
-    begun, ran, skipped, failures = time.monotonic(), 0, 0, []
+    begun, ran, skipped, failure = time.monotonic(), 0, 0, None
     drawn: dict[str, int] = {}
-    for case in cases(seed, name, base, devices):
-        if ran >= count or time.monotonic() - begun > seconds or skipped > 50 * count:
+    for found in cases(seed, case, devices):
+        if failure or ran >= count or time.monotonic() - begun > seconds or skipped > 50 * count:
             break
-        case = dataclasses.replace(case, changes={**case.changes, **changes})
-        if not case.runs():
+        if not found.runs():
             skipped += 1
             continue
         ran += 1
-        findings = checker.check(case, STAGES)
-        on_case(ran, case, findings)
-        for text in [f"mesh={case.mesh}", *(f"{key}={value}" for key, value in case.changes.items())]:
+        findings = checker.check(found, stages_for(found))
+        on_case(ran, findings)
+        for text in [f"mesh={found.mesh}", *(f"{key}={value}" for key, value in found.changes.items())]:
             drawn[text] = drawn.get(text, 0) + 1
-        if not findings.ok:
-            failures.append(findings)
-            break
-    return Fuzzed(cases=ran, skipped=skipped, failures=failures, seconds=time.monotonic() - begun, drawn=drawn)
+        failure = None if findings.ok else findings
+    return Fuzzed(cases=ran, skipped=skipped, failure=failure, seconds=time.monotonic() - begun, drawn=drawn)
 
 
 def _prime_factors(n: int) -> list[int]:

@@ -1,14 +1,16 @@
 """What one plan makes of the same batches: everything that must not depend on where a step runs, on the host.
 
-Three programs: a forward with its activations as outputs, the training step with SGD, and the training step with the
-recipe's own optimizer. The last two are the steps that train, built by `train.build.build`.
+Five programs: the drawing of the first parameters, a forward with its activations as outputs, the training step with
+SGD, the evaluation, and the training step with the recipe's own optimizer. All but the second are those that train,
+built by `train.build.build`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ from meshpar.module import Model
 from meshpar.plan import Plan
 from meshpar.train.build import Training, build
 from meshpar.train.state import TrainState, init_state
-from meshpar.train.step import Objective, loss_sums
+from meshpar.train.step import Metrics, Objective, loss_sums
 
 Leaves = dict[str, np.ndarray]  # by path or name
 
@@ -50,10 +52,23 @@ class Subject:
         return build(self.model, tx, plan, batch=rows, seq=seq, objective=objective, devices=devices)
 
     @functools.cached_property
-    def weights(self) -> PyTree:
-        """The parameters of `Training.init`, on the host: drawn once, for all meshes."""
+    def drawn(self) -> PyTree:
+        """The parameters that `Training.init` must draw on any mesh, on the host."""
         key, _ = jax.random.split(jax.random.key(self.seed))
         return jax.device_get(jax.jit(self.model.init)(key))
+
+    @functools.cached_property
+    def weights(self) -> PyTree:
+        """The parameters that all plans start from, on the host: those that are drawn, with noise on each leaf that is
+        the same number everywhere. Between zeros and ones, of biases and norms, no mix-up would show.
+        """
+        rng = np.random.default_rng(self.seed)
+
+        def generic(leaf: np.ndarray) -> np.ndarray:
+            noise = 0.1 * rng.standard_normal(leaf.shape)
+            return leaf if np.ptp(leaf) else (leaf + noise).astype(leaf.dtype)
+
+        return jax.tree.map(generic, self.drawn)
 
     def state(self, training: Training, tx: optax.GradientTransformation) -> TrainState:
         """A fresh state of a step, with these parameters."""
@@ -62,13 +77,13 @@ class Subject:
         return jax.device_put(state, training.shardings)
 
     @functools.cached_property
-    def update(self) -> Callable[[PyTree, PyTree], PyTree]:
-        """(gradients, weights) -> the weights after the first update, whole on one device."""
+    def update(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+        """(gradients, optimizer state, weights) -> weights and state after one update, whole on one device."""
 
-        def update(gradients: PyTree, weights: PyTree) -> PyTree:
+        def update(gradients: PyTree, state: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
             with jax.numpy_dtype_promotion("standard"):
-                updates, _ = self.tx.update(gradients, self.tx.init(weights), weights)
-                return optax.apply_updates(weights, updates)
+                updates, state = self.tx.update(gradients, state, weights)
+                return optax.apply_updates(weights, updates), state
 
         return jax.jit(update)
 
@@ -93,9 +108,21 @@ def recorded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def observe_activations(subject: Subject, plan: Plan) -> tuple[Callable[[Batch, int], Leaves], Leaves]:
-    """The activations of the first batch by name, in the order of computation, and a function (batch, step) that makes
-    those of another batch or step with the same program.
+def observe_initial(subject: Subject, plan: Plan) -> Leaves:
+    """The parameters that training begins with, drawn into their shards."""
+    return _leaves(_weights(subject.build(optax.identity(), plan, subject.objective).init(subject.seed)))
+
+
+def observe_evaluation(subject: Subject, plan: Plan) -> dict[str, float]:
+    """The sums of the evaluation of the first batch, by name."""
+    training = subject.build(optax.identity(), plan, subject.objective)
+    params = subject.state(training, optax.identity()).params
+    sums = training.evaluate(params, training.place(subject.batches[0]))
+    return {name: float(value) for name, value in sums.items()}
+
+
+def observe_activations(subject: Subject, plan: Plan) -> Leaves:
+    """The activations of the first batch by name, in the order of computation.
 
     One forward of the whole batch, its layers written out; the loss in one piece.
     """
@@ -117,21 +144,15 @@ def observe_activations(subject: Subject, plan: Plan) -> tuple[Callable[[Batch, 
         in_shardings=(training.shardings.params, training.batch_sharding, None),
         compiler_options=compiler_options(mesh.devices.flat[0].platform),
     )
-
-    def again(batch: Batch, step: int) -> Leaves:
-        key = jax.random.fold_in(jax.random.key(subject.seed), step)
-        found = compiled(params, training.place(batch), key)
-        return {name: np.asarray(found[name]) for name in order[: len(found)]}
-
-    return again, again(subject.batches[0], 0)
+    found = compiled(params, training.place(subject.batches[0]), jax.random.key(subject.seed))
+    return {name: np.asarray(found[name]) for name in order[: len(found)]}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steps:
     """Steps with SGD that clips nothing."""
 
-    losses: list[float]
-    norms: list[float]
+    metrics: list[dict[str, float]]  # of each step, by name
     gradients: Leaves  # of the first step, raw
     before: Leaves  # the parameters that were drawn
     params: Leaves  # after the first step
@@ -139,74 +160,86 @@ class Steps:
     different_copies: list[str]  # leaves of the state that are not the same on two devices that hold the same part
     not_repeatable: list[str]  # what differed when the first step was run again
     same_dropout: bool  # whether the first batch had the same loss with the dropout of two steps
+    alike_rows: list[tuple[int, int]]  # rows that drop alike
 
 
-def observe_steps(subject: Subject, plan: Plan) -> Steps:
-    """Some steps of the training step itself, with SGD."""
+def observe_steps(subject: Subject, plan: Plan, *, dropout: bool = False) -> Steps:
+    """Some steps of the training step itself, with SGD; `dropout` looks for rows that drop alike too."""
     objective = dataclasses.replace(subject.objective, clip_norm=None)
     tx = recorded(optax.sgd(subject.lr))
     training = subject.build(tx, plan, objective)
     first = training.place(subject.batches[0])
 
-    def one_step(state: TrainState) -> tuple[float, Leaves]:
-        state, metrics = training.step(state, first)
-        return float(metrics["loss"]), _leaves(state.opt_state.gradients)
+    def one_step(batch: Batch, number: int = 0) -> tuple[dict[str, float], Leaves]:
+        state = subject.state(training, tx)
+        step = jax.device_put(jnp.asarray(number, jnp.int32), state.step.sharding)
+        state, found = training.step(dataclasses.replace(state, step=step), batch)
+        return _numbers(found), _leaves(state.opt_state.gradients)
 
-    fresh = subject.state(training, tx)
-    later = dataclasses.replace(fresh, step=jax.device_put(jnp.ones((), jnp.int32), fresh.step.sharding))
-    loss_of_later, _ = one_step(later)
-    again = one_step(subject.state(training, tx))
+    loss_of_later = one_step(first, 1)[0]["loss"]
+    again = one_step(first)
+    rows = rows_to_tell_apart(training.batch) if dropout else []
+    of_rows = [one_step(training.place(only_row(subject.batches[0], row)))[0] for row in rows]
 
     state = subject.state(training, tx)
-    losses, norms, skipped = [], [], 0
+    metrics: list[dict[str, float]] = []
     gradients: Leaves = {}
     before, params = _leaves(_weights(state)), {}
     for number, batch in enumerate(subject.batches):
-        state, metrics = training.step(state, first if number == 0 else training.place(batch))
-        losses.append(float(metrics["loss"]))
-        norms.append(float(metrics["grad_norm"]))
-        skipped += int(metrics.get("skipped", 0))
+        state, found = training.step(state, first if number == 0 else training.place(batch))
+        metrics.append(_numbers(found))
         if number == 0:
             gradients, params = _leaves(state.opt_state.gradients), _leaves(_weights(state))
     return Steps(
-        losses=losses,
-        norms=norms,
+        metrics=metrics,
         gradients=gradients,
         before=before,
         params=params,
-        skipped=skipped,
+        skipped=sum(int(found.get("skipped", 0)) for found in metrics),
         different_copies=different_copies(state),
-        not_repeatable=["loss"] * (again[0] != losses[0])
+        not_repeatable=["loss"] * (again[0]["loss"] != metrics[0]["loss"])
         + [path for path, leaf in gradients.items() if again[1][path].tobytes() != leaf.tobytes()],
-        same_dropout=loss_of_later == losses[0],
+        same_dropout=loss_of_later == metrics[0]["loss"],
+        alike_rows=[(rows[i], rows[j]) for i, j in alike([(found["loss"], found["grad_norm"]) for found in of_rows])],
     )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Updated:
-    """One step with the recipe's own optimizer."""
+    """Steps with the recipe's own optimizer, and what it makes of the same gradients whole, on one device."""
 
-    gradients: Leaves  # as the optimizer was given them: clipped
-    weights: Leaves  # after the update: the masters where there are some
-    expected: Leaves  # what the optimizer makes of the same gradients, whole, on one device
-    stale: list[str]  # parameters that are not what their master says
+    gradients: Leaves  # of the first step, as the optimizer was given them: clipped
+    before: Leaves  # the weights: masters where there are some
+    weights: Leaves  # after the first update
+    expected: Leaves
+    state: Leaves  # of the optimizer, after all steps
+    expected_state: Leaves
+    different_copies: list[str]  # leaves of its state that are not the same on two devices that hold the same part
+    stale: list[str]  # parameters that are not what their master says after the first update
 
 
-def observe_update(subject: Subject, plan: Plan) -> Updated:
-    """The first step with the recipe's own optimizer and clipping, and the same update on one device."""
+def observe_update(subject: Subject, plan: Plan, clip_norm: float | None) -> Updated:
+    """Some steps with the recipe's own optimizer and this clipping, and the same updates on one device."""
     tx = recorded(subject.tx)
-    training = subject.build(tx, plan, subject.objective)
+    training = subject.build(tx, plan, dataclasses.replace(subject.objective, clip_norm=clip_norm))
     state = subject.state(training, tx)
-    before = jax.device_get(_weights(state))
-    state, _ = training.step(state, training.place(subject.batches[0]))
-    gradients = jax.device_get(state.opt_state.gradients)
-    weights = _leaves(_weights(state))
-    params = _leaves(state.params)
+    whole, whole_state = jax.device_get(_weights(state)), jax.jit(subject.tx.init)(subject.weights)
+    before, found = _leaves(whole), {}
+    for number, batch in enumerate(subject.batches):
+        state, _ = training.step(state, training.place(batch))
+        gradients = jax.device_get(state.opt_state.gradients)
+        whole, whole_state = subject.update(gradients, whole_state, whole)
+        if number == 0:
+            weights, params = _leaves(_weights(state)), _leaves(state.params)
+            stale = [p for p, leaf in params.items() if not np.array_equal(leaf, weights[p].astype(leaf.dtype))]
+            found = {"gradients": _leaves(gradients), "weights": weights, "expected": _leaves(whole)}
     return Updated(
-        gradients=_leaves(gradients),
-        weights=weights,
-        expected=_leaves(subject.update(gradients, before)),
-        stale=[path for path, leaf in params.items() if not np.array_equal(leaf, weights[path].astype(leaf.dtype))],
+        **found,
+        before=before,
+        state=_leaves(state.opt_state.inner),
+        expected_state=_leaves(whole_state),
+        different_copies=different_copies(state.opt_state.inner),
+        stale=stale,
     )
 
 
@@ -225,13 +258,32 @@ def different_copies(tree: PyTree) -> list[str]:
     return found
 
 
-def alike_rows(activations: Iterable[np.ndarray]) -> list[tuple[int, int]]:
-    """Pairs of rows that are equal to the bit in all of some `[batch, ...]` arrays: of equal rows of tokens, pairs that
-    had the same dropout.
+def rows_to_tell_apart(rows: int) -> list[int]:
+    """Rows of a batch that must drop differently: neighbours, which lie in different microbatches, and up to eight
+    spread over the devices.
     """
-    arrays = [array for array in activations if array.ndim > 1 and array.shape[0] > 1]
-    rows = [b"".join(array[row].tobytes() for array in arrays) for row in range(arrays[0].shape[0])] if arrays else []
-    return [(i, j) for j in range(len(rows)) for i in range(j) if rows[i] == rows[j]]
+    return sorted({*range(min(rows, 4)), *(i * rows // 8 for i in range(8))})
+
+
+def only_row(batch: Batch, row: int) -> Batch:
+    """A batch whose rows are all its first, with every target of one row counting and no other."""
+    same = jax.tree.map(lambda leaf: np.broadcast_to(leaf[:1], leaf.shape), batch)
+    weights = np.zeros(same.weights.shape, np.float32)
+    weights[row] = same.weights[0]
+    return dataclasses.replace(same, weights=weights)
+
+
+def alike(found: Sequence[tuple[float, ...]]) -> list[tuple[int, int]]:
+    """Pairs of tuples that are the same to rounding."""
+
+    def same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+        return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(one, other, strict=True))
+
+    return [(i, j) for j in range(len(found)) for i in range(j) if same(found[i], found[j])]
+
+
+def _numbers(metrics: Metrics) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _weights(state: TrainState) -> PyTree:

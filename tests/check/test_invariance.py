@@ -13,7 +13,7 @@ import pytest
 from meshpar.check.batches import batches_of, masked, random_batch, wrong_targets
 from meshpar.check.compare import STAGES
 from meshpar.check.invariance import check_recipe, stages_of
-from meshpar.check.observe import alike_rows, different_copies
+from meshpar.check.observe import alike, different_copies, only_row, rows_to_tell_apart
 from meshpar.interfaces import Batch
 from tests.check.subjects import GPT, case, checker, recipe
 
@@ -86,6 +86,16 @@ def test_an_optimizer_that_depends_on_where_it_runs_is_found() -> None:
     assert {difference.stage for difference in findings.differences} == {"parameters after the optimizer"}
 
 
+def test_an_optimizer_is_seen_to_move_the_weights_in_the_first_update() -> None:
+    from meshpar.check.observe import observe_update
+
+    found = case("data=2", steps=1)  # whose recipe warms up from a rate of 0
+    made = checker()
+    subject = made._subject(found)
+    updated = observe_update(subject, found.recipe.plan, None)
+    assert all(np.abs(updated.weights[path] - leaf).max() > 1e-4 for path, leaf in updated.before.items())
+
+
 def test_a_step_that_is_not_deterministic_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = iter(np.arange(1.0, 1e6, dtype=np.float32))
     real = optax.tree_utils.tree_norm
@@ -149,11 +159,16 @@ def test_copies_that_differ_are_named() -> None:
 
 
 def test_rows_that_drop_alike_are_named() -> None:
-    rows = np.arange(12.0).reshape(4, 3)
-    assert alike_rows([rows]) == []
-    rows[3] = rows[1]
-    assert alike_rows([rows, np.zeros(())]) == [(1, 3)]
-    assert alike_rows([rows, np.arange(4.0)[:, None]]) == []  # alike in all arrays
+    assert alike([(1.0, 2.0), (1.0, 2.1), (3.0, 2.0)]) == []  # alike in all numbers
+    assert alike([(1.0, 2.0), (1.5, 2.0), (3.0, 2.0), (1.5 + 1e-7, 2.0)]) == [(1, 3)]  # to rounding
+
+
+def test_rows_to_tell_apart_are_neighbours_and_of_all_devices() -> None:
+    assert rows_to_tell_apart(2) == [0, 1]
+    assert rows_to_tell_apart(64) == [0, 1, 2, 3, 8, 16, 24, 32, 40, 48, 56]
+    batch = only_row(random_batch(0, 4, 8, 97, packed=False), 2)
+    assert (np.asarray(batch.tokens) == np.asarray(batch.tokens)[0]).all()
+    assert np.asarray(batch.weights).sum(axis=1).tolist() == [0, 0, 8, 0]
 
 
 def test_a_difference_is_looked_for_with_the_stages_of_its_program() -> None:
@@ -165,5 +180,5 @@ def test_a_difference_is_looked_for_with_the_stages_of_its_program() -> None:
     assert of("activations") == {"activations"}
     assert "copies" in of("gradients")
     assert "dropout" not in of("gradients")
-    assert of("clipped gradients") == {"clipped gradients", "parameters after the optimizer"}
+    assert of("clipped gradients") == {"clipped gradients", "parameters after the optimizer", "optimizer state"}
     assert set().union(*map(of, STAGES)) == set(STAGES)

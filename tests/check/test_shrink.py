@@ -9,13 +9,15 @@ import pytest
 
 from meshpar.check.case import OFF, Case
 from meshpar.check.command import main
+from meshpar.check.compare import STAGES
 from meshpar.check.faults import FAULTS, plant
-from meshpar.check.fuzz import CHOICES, cases, fuzz
-from meshpar.check.invariance import find_cause
+from meshpar.check.fuzz import CHOICES, cases, fuzz, stages_for
+from meshpar.check.invariance import OPTIMIZER, SGD, find_cause
 from meshpar.check.shrink import shrink
 from meshpar.mesh.spec import MeshSpec
-from tests.check.subjects import case, checker, recipe
+from tests.check.subjects import case, checker
 
+BASE = case("data=1")
 BIG = {"sequence_parallel": "true", "accumulate": "2", "remat": "full", "objective.z_loss": "0.01", "unroll": "0"}
 
 
@@ -78,10 +80,10 @@ def test_shrinking_is_bounded() -> None:
 
 
 def test_drawn_cases_follow_the_seed_and_cover_every_choice() -> None:
-    first, second = ([c.command() for c in itertools.islice(cases(7, "micro", recipe(), 8), 20)] for _ in range(2))
+    first, second = ([c.command() for c in itertools.islice(cases(7, BASE, 8), 20)] for _ in range(2))
     assert first == second
-    assert first != [c.command() for c in itertools.islice(cases(8, "micro", recipe(), 8), 20)]
-    drawn = list(itertools.islice(cases(0, "micro", recipe(), 8), 400))
+    assert first != [c.command() for c in itertools.islice(cases(8, BASE, 8), 20)]
+    drawn = list(itertools.islice(cases(0, BASE, 8), 400))
     for key, values in CHOICES.items():
         assert {c.changes.get(key, values[0]) for c in drawn} == set(values), key
     assert {c.mesh.product for c in drawn} == {1, 2, 4, 6, 8}
@@ -91,20 +93,35 @@ def test_drawn_cases_follow_the_seed_and_cover_every_choice() -> None:
 @pytest.mark.slow
 def test_fuzzing_runs_so_many_cases_and_they_are_equal() -> None:
     said = []
-    found = fuzz("micro", recipe(), count=2, seed=3, checker=checker(), on_case=lambda *words: said.append(words))
-    assert (found.cases, found.failures, len(said)) == (2, [], 2)
+    found = fuzz(BASE, count=2, seed=3, checker=checker(), on_case=lambda *words: said.append(words))
+    assert (found.cases, found.failure, len(said)) == (2, None, 2)
+    assert all(findings.worst > 0 for _, findings in said)
+
+
+def test_drawn_cases_keep_what_they_were_asked_to() -> None:
+    asked = case("data=1", changes={"accumulate": "2"}, precision="plan", against=MeshSpec(tensor=2), masked=False)
+    drawn = list(itertools.islice(cases(0, asked, 8), 40))
+    assert {(c.precision, c.against, c.masked, c.changes["accumulate"]) for c in drawn} == {
+        ("plan", MeshSpec(tensor=2), False, "2")
+    }
+
+
+def test_every_drawn_case_compares_stages_that_there_are() -> None:
+    drawn = list(itertools.islice(cases(0, BASE, 8), 40))
+    assert {stages_for(c) for c in drawn} == {SGD, OPTIMIZER}
+    assert {*SGD, *OPTIMIZER} < set(STAGES)
 
 
 def test_fuzzing_ends_when_its_time_is_over() -> None:
-    assert fuzz("micro", recipe(), count=100, seconds=0.0).cases == 0
+    assert fuzz(BASE, count=100, seconds=0.0).cases == 0
 
 
 @pytest.mark.slow
 def test_fuzzing_finds_a_planted_fault_and_shrinks_it() -> None:
     with plant(FAULTS["mean of means"]):
-        found = fuzz("micro", recipe(), count=40, seed=0, checker=checker())
-        assert found.failures
-        findings = find_cause(checker(), found.failures[0])
+        found = fuzz(BASE, count=40, seed=0, checker=checker())
+        assert found.failure is not None
+        findings = find_cause(checker(), found.failure)
     assert findings.cause in (
         ["accumulate=2", "masks"],
         ["accumulate=4", "masks"],
@@ -114,8 +131,8 @@ def test_fuzzing_finds_a_planted_fault_and_shrinks_it() -> None:
 
 @pytest.mark.slow
 def test_thirty_random_cases_are_equal() -> None:
-    found = fuzz("micro", recipe(), count=30, seed=1, checker=checker())
-    assert not found.failures, [str(difference) for difference in found.failures[0].differences]
+    failure = fuzz(BASE, count=30, seed=1, checker=checker()).failure
+    assert failure is None, [str(difference) for difference in failure.differences]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +150,9 @@ def test_thirty_random_cases_are_equal() -> None:
         (["llama_micro", "--mesh", "data=2", "--plant", "psum droped"], "did you mean 'psum dropped'?"),
         (["llama_micro", "--mesh", "data=16"], "16 devices asked for and 8 cpu devices are there"),
         (["llama_micro", "--fuzz", "0"], "--fuzz 0 is below 1"),
+        (["llama_micro", "--fuzz", "1", "--mesh", "data=2"], "leave one of them out"),
+        (["llama_micro", "--fuzz", "1", "--against", "data=16"], "--against data=16 needs 16 of 8 devices"),
+        (["llama_micro", "--mesh", "data=2", "--set", "mesh.tensor=2"], "--set mesh.tensor both give the mesh"),
     ],
 )
 def test_a_bad_value_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +170,11 @@ def test_the_command_prints_a_table_and_json_and_ends_with_0_or_1(capsys: pytest
     assert main(command) == 0
     assert "computes what data=1 does" in capsys.readouterr().out
     assert main([*command, "--json", "--no-shrink", "--plant", "norm per rank"]) == 1
-    found = json.loads(capsys.readouterr().out)
+
+    def refuse(number: str) -> None:
+        raise AssertionError(f"{number} is not JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert found["ok"] is False
+    assert found["command"].endswith("--plant 'norm per rank'")
     assert found["differences"][0]["stage"] == "gradient norm"
