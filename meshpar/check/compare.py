@@ -197,6 +197,18 @@ def not_repeatable_found(steps: Steps) -> list[Difference]:
     return [Difference(stage="determinism", path=path, text=text) for path in steps.not_repeatable]
 
 
+def repeated_masks(activations: Leaves) -> list[Difference]:
+    """Two uses of dropout in one forward must not drop the same."""
+    found, seen = [], {}
+    for name, values in activations.items():
+        mask = values == 0
+        if name.split(", ")[-1].startswith("dropout") and mask.any():
+            first = seen.setdefault((mask.shape, mask.tobytes()), name)
+            if first != name:
+                found.append(Difference(stage="activations", path=name, text=f"the same mask as in {first}"))
+    return found
+
+
 def stale_parameters(updated: Updated) -> list[Difference]:
     """A parameter must be its master in the dtype that it is stored in."""
     stage, text = "parameters after the optimizer", "the parameter is not what its master says: stale weights"

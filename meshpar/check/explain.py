@@ -35,7 +35,7 @@ def meaning_of_ratio(ratio: float, sizes: Mapping[str, int], *, what: str) -> st
 
     Args:
       sizes: degrees of the mesh axes, and microbatches as "accumulate"; those of 1 are ignored.
-      what: "norm" or anything else.
+      what: "norm", "clipped gradients" or anything else.
     """
     if abs(ratio) < 1e-6:
         return "all of it is lost: a gradient is stopped, or a part is never added"
@@ -58,6 +58,8 @@ def meaning_of_ratio(ratio: float, sizes: Mapping[str, int], *, what: str) -> st
             ):
                 if math.isclose(ratio, value, rel_tol=2e-2):
                     return meaning
+        if what == "clipped gradients" and math.isclose(ratio, 1 / math.sqrt(n), rel_tol=2e-3):
+            return f"1 / square root of {n}: the norm that clips counts each of the {n} copies that {over} holds"
     power = math.log2(abs(ratio))
     if abs(power) >= 8 and abs(power - round(power)) < 1e-3:
         return f"2^{round(power)}: the loss scale was not divided out, or divided out twice"

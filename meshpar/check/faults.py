@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from meshpar.layout.context import current
+from meshpar.layout.resolve import path_name
 from meshpar.train.accumulate import split_rows
 
 
@@ -185,6 +186,71 @@ def _drifting_copies(step: Any, plan: Any, mesh: Any) -> Any:
     return faulty
 
 
+def _forgetful(step: Any, plan: Any, mesh: Any) -> Any:
+    if plan.zero_stage not in (1, 2) or mesh.size == 1:
+        return step
+
+    def faulty(state: Any, batch: Any) -> Any:
+        new, metrics = step(state, batch)
+
+        def kept(path: Any, leaf: jax.Array, before: jax.Array) -> jax.Array:
+            return before if "/mu/" in path_name(path) else leaf
+
+        moments = jax.tree_util.tree_map_with_path(kept, new.opt_state, state.opt_state)
+        return dataclasses.replace(new, opt_state=moments), metrics
+
+    return faulty
+
+
+def _tokens_of_all_ranks(step: Any, plan: Any, mesh: Any) -> Any:
+    def faulty(state: Any, batch: Any) -> Any:
+        new, metrics = step(state, batch)
+        return new, {**metrics, "tokens": metrics["tokens"] * mesh.shape["data"]}
+
+    return faulty
+
+
+def _drawn_per_device(original: Any) -> Any:
+    def faulty(model: Any, tx: Any, plan: Any, key: jax.Array) -> Any:
+        n = plan.mesh.product
+        return original(model, tx, plan, key if n == 1 else jax.random.fold_in(key, n))
+
+    return faulty
+
+
+def _one_key_for_all_microbatches(original: Any) -> Any:
+    def faulty(grad: Any, *rest: Any) -> Any:
+        return original(lambda microbatch, index: grad(microbatch, 0), *rest)
+
+    return faulty
+
+
+def _one_key_for_all_layers(original: Any) -> Any:
+    def faulty(block: Any, *rest: Any) -> Any:
+        return original(lambda x, given, layer: block(x, given, 0), *rest)
+
+    return faulty
+
+
+def _mean_of_pieces(original: Any) -> Any:
+    def faulty(forward: Any, *rest: Any) -> Any:
+        return jax.tree.map(lambda x: x / forward.plan.accumulate, original(forward, *rest))
+
+    return faulty
+
+
+def _shards_out_of_order(original: Any) -> Any:
+    def faulty(plan: Any, mesh: Any, *rest: Any) -> Any:
+        use, n = original(plan, mesh, *rest), mesh.shape["fsdp"]
+
+        def turned(leaf: jax.Array) -> jax.Array:
+            return jnp.roll(leaf, leaf.shape[0] // n) if leaf.ndim == 1 and n > 1 else leaf
+
+        return lambda weights, axes, shapes: jax.tree.map(turned, use(weights, axes, shapes))
+
+    return faulty
+
+
 def _shifted_in_halves(original: Any) -> Any:
     def faulty(**arrays: Any) -> Any:
         tokens, targets = arrays["tokens"], arrays["targets"].copy()
@@ -323,6 +389,38 @@ FAULTS: Final[Mapping[str, Fault]] = {
         mesh="data=4",
         changes={"zero": "1"},
     ),
+    "moments forgotten": Fault(
+        what="ZeRO 1 does not write the new first moments back",
+        target=_STEP,
+        make=_around_step(_forgetful),
+        mesh="data=2",
+        changes={"zero": "1"},
+    ),
+    "tokens of all ranks": Fault(
+        what="the tokens of a batch that is counted whole are summed over the data ranks again",
+        target=_STEP,
+        make=_around_step(_tokens_of_all_ranks),
+        mesh="data=2",
+    ),
+    "drawn per device": Fault(
+        what="the first parameters depend on how many devices draw them",
+        target="meshpar.train.build:init_state",
+        make=_drawn_per_device,
+        mesh="data=2",
+    ),
+    "mean of evaluations": Fault(
+        what="the evaluation divides its sums by the number of microbatches",
+        target="meshpar.train.build:loss_sums",
+        make=_mean_of_pieces,
+        mesh="data=2",
+        changes={"accumulate": "2"},
+    ),
+    "shards out of order": Fault(
+        what="the shards of a norm's scale are gathered in another order",
+        target="meshpar.forward:weights_in_use",
+        make=_shards_out_of_order,
+        mesh="fsdp=2",
+    ),
     "copies drift": Fault(
         what="the copies of a norm's scale differ between data ranks",
         target=_STEP,
@@ -348,6 +446,22 @@ FAULTS: Final[Mapping[str, Fault]] = {
         make=_one_mask,
         mesh="data=2",
         changes={"model.dropout": "0.2"},
+    ),
+    "microbatches drop alike": Fault(
+        what="each microbatch draws the masks of the first",
+        target="meshpar.train.step:accumulate",
+        make=_one_key_for_all_microbatches,
+        mesh="data=2",
+        changes={"accumulate": "2", "model.dropout": "0.2"},
+        recipe="gpt",
+    ),
+    "layers drop alike": Fault(
+        what="each layer draws the masks of the first",
+        target="meshpar.forward:loop",
+        make=_one_key_for_all_layers,
+        mesh="data=2",
+        changes={"model.dropout": "0.2"},
+        recipe="gpt",
     ),
     "sequence-parallel norm": Fault(
         what="the gradient of a norm's scale is not summed over the parts of a sequence that tensor splits",

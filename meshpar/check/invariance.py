@@ -29,6 +29,7 @@ from meshpar.check.compare import (
     different_copies_found,
     global_norm,
     not_repeatable_found,
+    repeated_masks,
     stale_parameters,
     tolerance_of,
 )
@@ -196,7 +197,8 @@ class Checker:
         self._say(f"activations on {case.mesh}")
         here = observe_activations(subject, case.recipe.plan)
         there: Leaves = self._reference("activations", case, observe_activations)
-        notes.add("activations", len(there), *compare_leaves("activations", here, there, **notes.options))
+        found, worst = compare_leaves("activations", here, there, **notes.options)
+        notes.add("activations", len(there), found + repeated_masks(here), worst)
 
     def _compare_steps(self, case: Case, subject: Subject, notes: _Notes, *, dropout: bool) -> None:
         self._say(f"{case.steps} steps with SGD on {case.mesh}")

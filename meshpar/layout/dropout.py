@@ -24,7 +24,11 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
         return x
     rows = _first_row(x.shape[0]) + jnp.arange(x.shape[0])
     keep = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1 - rate, x.shape[1:]))(rows)
-    return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
+    y = jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
+    placement = current()
+    if placement is not None and placement.tape is not None:
+        placement.tape.record("dropout", y)
+    return y
 
 
 def _first_row(rows: int) -> jax.Array | int:

@@ -1,8 +1,8 @@
 """`Tape`: the named activations of one forward while it is traced, in the order of computation.
 
-`constrain` writes on the tape of the current placement; who entered it returns the values from the traced function.
-Only values of the trace that the tape belongs to are kept: one made inside a scan, a rematerialised block or a
-`shard_map` does not exist outside of it.
+`constrain` and `dropout` write on the tape of the current placement; who entered it returns the values from the traced
+function. Only values of the trace that the tape belongs to are kept: one made inside a scan, a rematerialised block or
+a `shard_map` does not exist outside of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshpar.compat import same_trace
 
 @dataclass(eq=False, kw_only=True)
 class Tape:
-    """What `constrain` has seen so far."""
+    """What `constrain` and `dropout` have made so far."""
 
     beside: jax.Array  # any value of the trace that is recorded, such as its argument
     where: str = ""  # what the next values belong to, such as "block 3"

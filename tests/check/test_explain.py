@@ -25,6 +25,7 @@ SIZES = {"data": 2, "fsdp": 1, "tensor": 4, "microbatches": 3}
         (math.sqrt(3), "norm", "the square root of 3"),
         (0.5, "norm", "1/2 of it"),
         (1 / math.sqrt(2), "norm", "1 / square root of 2: the norm counts one of the 2 parts that data holds"),
+        (1 / math.sqrt(2), "clipped gradients", "the norm that clips counts each of the 2 copies that data holds"),
         (2.0**16, "gradients", "2^16: the loss scale"),
         (2.0**-15, "gradients", "2^-15: the loss scale"),
         (-1.0, "gradients", "the sign is turned"),
