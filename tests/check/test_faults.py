@@ -37,7 +37,7 @@ CAUGHT = {
     "mean of evaluations": ("evaluation", "1/2 of it"),
     "shards out of order": ("activations", "block 0, attention input"),
     "microbatches drop alike": ("dropout", "the first is rows 0 and 1"),
-    "layers drop alike": ("activations", "block 1, dropout: the same mask as in block 0, dropout"),
+    "layers drop alike": ("activations", "the same mask as in block 0, dropout"),
 }
 # Their stage and their program are those of another fault, so they are caught as it is.
 ALIKE = {
