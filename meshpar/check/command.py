@@ -44,8 +44,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe", help="module:function, or a function of experiments.recipes")
     parser.add_argument("--mesh", help="the mesh to check (default: the recipe's)")
     parser.add_argument("--against", default="data=1", help="the mesh of the reference (default: %(default)s)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--steps", type=int, default=2, help="steps with SGD (default: %(default)s)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a value of the recipe, such as accumulate=2; may be given again",
+    )
+    parser.add_argument("--steps", type=int, default=2, help="how many to compare (default: %(default)s)")
     parser.add_argument(
         "--precision",
         choices=("fp32", "plan"),

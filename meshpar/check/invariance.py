@@ -356,7 +356,7 @@ def check_recipe(
       recipe: model, plan, objective and data; its plan's mesh is replaced.
       mesh, against: such as "data=2 tensor=4".
       precision: "fp32" computes in fp32, where few faults hide behind rounding; "plan" as the plan says.
-      steps: with SGD; the gradients of the first are compared.
+      steps: how many; gradients are compared in the first, metrics in all.
       masked: take a fifth of the targets out; not of `batches`.
       random_data: random tokens instead of the recipe's text.
       tx: an optax transformation instead of the recipe's optimizer.

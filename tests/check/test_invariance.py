@@ -27,7 +27,7 @@ SIX = {
 }
 
 
-SLOW = ("data=8", "fsdp=4", "tensor=4", "fsdp=2 tensor=2")
+SLOW = ("data=8", "tensor=4", "fsdp=2 tensor=2", "data=2 fsdp=2 tensor=2")
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in SIX])
@@ -48,8 +48,7 @@ def test_dropout_is_compared_and_is_as_promised() -> None:
     assert "dropout" in {row.stage for row in findings.rows}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("compute", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_the_dtypes_of_the_plan_are_compared_on_request(compute: str) -> None:
     changes = {"precision.compute": compute, "precision.storage": "copy", "zero": "1"}
     stages = ("loss", "gradients", "gradient norm", "parameters after SGD", "parameters after the optimizer")
