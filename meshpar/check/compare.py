@@ -104,13 +104,15 @@ def compare_leaves(
       besides: what any entry may differ by, whatever its leaf.
       before: what parameters were: then their updates are compared, beside the rounding of what they are stored in.
     """
-    found, worst = [], 0.0
+    found: list[Difference] = []
+    worst = 0.0
     for path, expected in there.items():
         actual = here.get(path)
         if actual is None or actual.shape != expected.shape:
             shape = "missing" if actual is None else f"of the shape {list(actual.shape)}"
             text = f"it is {shape}, the reference has {list(expected.shape)}"
-            found, worst = [*found, Difference(stage=stage, path=path, text=text)], math.inf
+            found.append(Difference(stage=stage, path=path, text=text))
+            worst = math.inf
             continue
         compared = expected if before is None else expected.astype(np.float64) - before[path].astype(np.float64)
         allowed = tolerance.relative * _largest(compared) + besides
@@ -199,7 +201,8 @@ def not_repeatable_found(steps: Steps) -> list[Difference]:
 
 def repeated_masks(activations: Leaves) -> list[Difference]:
     """Two uses of dropout in one forward must not drop the same."""
-    found, seen = [], {}
+    found: list[Difference] = []
+    seen: dict[tuple[tuple[int, ...], bytes], str] = {}
     for name, values in activations.items():
         mask = values == 0
         if name.split(", ")[-1].startswith("dropout") and mask.any():
