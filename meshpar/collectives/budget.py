@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meshpar.spelling import format_bytes
 
 if TYPE_CHECKING:
-    from meshpar.collectives.report import Collective
+    from meshpar.collectives.collective import Collective
 
 
 class BudgetBroken(AssertionError):

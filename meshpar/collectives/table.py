@@ -9,7 +9,8 @@ from meshpar.spelling import format_bytes
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from meshpar.collectives.report import Collective, Report
+    from meshpar.collectives.collective import Collective
+    from meshpar.collectives.report import Report
 
 
 def as_table(report: Report, *, rows: int | None, title: str) -> Group:

@@ -19,7 +19,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from meshpar.collectives.report import Collective, Report, phase_of, report, scopes_of, sent
+from meshpar.collectives.collective import Collective, sent
+from meshpar.collectives.report import Report, report
+from meshpar.collectives.scopes import phase_of, scopes_of
 from meshpar.layout.resolve import path_name
 from meshpar.mesh.build import abstract_mesh, build_mesh
 from meshpar.mesh.spec import MeshSpec
