@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +28,8 @@ from jax.experimental import multihost_utils
 
 from meshpar.checkpoint import arrays
 from meshpar.checkpoint.background import Save, SaveError, let_others_finish
-from meshpar.checkpoint.manifest import NAME, STATE, Manifest, checksum, damage, read_manifest, to_text
+from meshpar.checkpoint.commit import complete, next_number, put_in_place, rename, write_step
+from meshpar.checkpoint.manifest import STATE, Manifest, damage, read_manifest, to_text
 from meshpar.checkpoint.reshard import Report, axes_by_path, compare, describe_leaf, mesh_of, named_leaves
 from meshpar.interfaces import PyTree
 
@@ -39,8 +37,6 @@ __all__ = ["Checkpoints", "SaveError"]
 
 State = TypeVar("State")
 Log = Callable[[str], object]
-
-_WAIT_MS = 600_000  # how long processes wait for one another during a save
 
 
 class Checkpoints:
@@ -102,7 +98,16 @@ class Checkpoints:
             extra=extra or {},
         )
         to_text(manifest)  # refuses what cannot be written, before anything is
-        self._save = Save(step, self.folder, functools.partial(self._write, manifest, leaves, str(next(_numbers))))
+        write = functools.partial(
+            write_step,
+            self.folder / str(step),
+            leaves,
+            number=next_number(),
+            room=self._room,
+            begin=self._tidy,
+            commit=lambda: self._commit(manifest),
+        )
+        self._save = Save(step, self.folder, write)
         if not self._save.start():
             self.wait()
 
@@ -120,83 +125,12 @@ class Checkpoints:
         """Waits for the last save, like `wait`. The end of the interpreter does too, but can only print an error."""
         self.wait()
 
-    def _write(
-        self, manifest: Manifest, leaves: Mapping[str, jax.Array], number: str, copied: Callable[[], None]
-    ) -> None:
-        """A save from its beginning to its end; runs in a thread of each process.
-
-        Processes meet after each part, also after one that failed, and tell one another by what lies on disk.
-        """
+    def _commit(self, manifest: Manifest) -> None:
+        """What process 0 does when all have written."""
         final = self.folder / str(manifest.step)
-        temporary = final.with_name(f"{final.name}.writing")
-        first = jax.process_index() == 0
-        failure: BaseException | None = None
-
-        def make() -> None:
-            self._tidy()
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / STATE).mkdir(parents=True)
-
-        def write() -> None:
-            if not (temporary / STATE).exists():
-                raise RuntimeError("process 0 could not make the folder")
-            commits = arrays.begin(temporary / STATE, leaves, self._room)
-            copied()
-            for commit in commits:
-                commit.result()
-            own = {path.relative_to(temporary).as_posix(): _seal(path) for path in arrays.own_files(temporary / STATE)}
-            _part(temporary, jax.process_index()).write_text(json.dumps(own))
-
-        parts = (
-            ("made", make, first),
-            ("written", write, True),
-            ("named", lambda: self._commit(manifest, final), first),
-        )
-        for name, part, mine in parts:
-            if mine and failure is None:
-                try:
-                    part()
-                except BaseException as error:
-                    failure = error
-                    copied()  # nothing more is read
-            _meet(number, name)
-        if temporary.exists() and failure is None:
-            failure = RuntimeError("another process could not write its part")
-        _meet(number, "seen")
-        if failure is not None:
-            if first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise failure
-
-    def _commit(self, manifest: Manifest, final: Path) -> None:
-        """What process 0 does when all have written: the index, the checksums, the manifest, the name."""
-        temporary = final.with_name(f"{final.name}.writing")
-        sealed: dict[str, tuple[int, int]] = {}
-        for index in range(jax.process_count()):
-            part = _part(temporary, index)
-            if not part.exists():
-                raise RuntimeError(f"process {index} could not write its part")
-            sealed |= json.loads(part.read_text())
-            part.unlink()
-        arrays.merge(temporary / STATE)
-        names = [path.relative_to(temporary).as_posix() for path in arrays.files(temporary / STATE)]
-        files = {name: sealed.get(name) or _seal(temporary / name) for name in names}
-        (temporary / NAME).write_text(to_text(dataclasses.replace(manifest, files=files)))
-        _sync(temporary / NAME)
-        for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
-            _sync(folder)
+        complete(final, manifest)
         self._set_aside(manifest.step)
-        replaced = final.with_name(f"{final.name}.replaced")
-        if final.exists():
-            _rename(final, replaced)
-        try:
-            temporary.rename(final)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(final)
-            raise
-        _sync(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        put_in_place(final)
         self._prune()
 
     def _set_aside(self, step: int) -> None:
@@ -204,7 +138,7 @@ class Checkpoints:
         base = step if self._restored is None else self._restored
         for other in self._folders():
             if other > base:
-                _rename(self.folder / str(other), self.folder / f"{other}.unused")
+                rename(self.folder / str(other), self.folder / f"{other}.unused")
         self._restored = None
 
     def _prune(self) -> None:
@@ -215,7 +149,7 @@ class Checkpoints:
         for step in self._folders():
             if step not in stay and step < whole[-1]:
                 gone = self.folder / f"{step}.deleted"
-                _rename(self.folder / str(step), gone)
+                rename(self.folder / str(step), gone)
                 shutil.rmtree(gone, ignore_errors=True)
 
     def _tidy(self) -> None:
@@ -382,21 +316,6 @@ class Checkpoints:
         return [bool(each) for each in multihost_utils.process_allgather(np.asarray(value))]
 
 
-_numbers = itertools.count()  # of saves: what processes call their meetings by
-
-
-def _meet(number: str, name: str) -> None:
-    """Waits for all processes."""
-    import orbax.checkpoint as ocp
-
-    ocp.multihost.get_barrier_sync_fn()(key=f"meshpar_checkpoint_{number}_{name}", timeout_ms=_WAIT_MS)
-
-
-def _part(temporary: Path, index: int) -> Path:
-    """Where a process leaves the checksums of what it wrote, until process 0 has put them into the manifest."""
-    return temporary / f"process_{index}.json"
-
-
 def _made(report: Report, fresh: Callable[[], Any] | None) -> dict[str, Any]:
     """The leaves that begin anew. What else `fresh` makes is gone before anything is read."""
     if not report.fresh:
@@ -408,25 +327,6 @@ def _made(report: Report, fresh: Callable[[], Any] | None) -> dict[str, Any]:
         )
     made = named_leaves(fresh())
     return {path: made[path] for path in report.fresh}
-
-
-def _seal(path: Path) -> tuple[int, int]:
-    """Makes a file outlast a loss of power; returns its size and checksum."""
-    _sync(path)
-    return checksum(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _rename(path: Path, to: Path) -> None:
-    shutil.rmtree(to, ignore_errors=True)
-    path.rename(to)
 
 
 def _say(log: Log, text: str) -> None:

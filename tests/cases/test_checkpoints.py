@@ -123,8 +123,8 @@ def test_c37_eight_devices_are_restored_on_two_and_on_one(tmp_path: Path) -> Non
 # A slow disk, so that the last save is certainly unfinished when the script ends.
 THREE_STEPS = """
 import time
-quick = manager._seal
-manager._seal = lambda path: (time.sleep(0.1), quick(path))[1]
+quick = commit._seal
+commit._seal = lambda path: (time.sleep(0.1), quick(path))[1]
 state = init()
 for n in (1, 2, 3):
     state = step(state)

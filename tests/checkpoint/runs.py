@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from meshpar.checkpoint import manager
+from meshpar.checkpoint import commit
 from meshpar.checkpoint.manager import Checkpoints, SaveError
 from meshpar.mesh.build import build_mesh
 from meshpar.mesh.emulate import emulate

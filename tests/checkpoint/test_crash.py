@@ -53,7 +53,7 @@ def test_a_save_that_fails_at_the_very_end_is_printed(tmp_path: Path) -> None:
     body = """
 checkpoints.save(1, step(init()))
 checkpoints.wait()
-manager._seal = lambda path: 1 / 0
+commit._seal = lambda path: 1 / 0
 checkpoints.save(2, step(init()))
 """
     code, _, errors = finish(body, tmp_path)

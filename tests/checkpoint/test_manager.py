@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.checkpoint import arrays, manager
+from meshpar.checkpoint import arrays, commit
 from meshpar.checkpoint.manager import Checkpoints, SaveError
 from tests.checkpoint.damage import flip, truncate
 
@@ -141,8 +141,8 @@ def test_a_step_is_seen_only_when_it_is_whole(
 ) -> None:
     checkpoints.save(1, state(mesh, 1))
     checkpoints.wait()
-    go, commit = threading.Event(), checkpoints._commit
-    monkeypatch.setattr(checkpoints, "_commit", lambda *arguments: (go.wait(30), commit(*arguments)))
+    go, finish = threading.Event(), checkpoints._commit
+    monkeypatch.setattr(checkpoints, "_commit", lambda *arguments: (go.wait(30), finish(*arguments)))
     checkpoints.save(2, state(mesh, 2))
     assert Checkpoints(checkpoints.folder).latest() == 1
     go.set()
@@ -242,11 +242,9 @@ def test_a_save_that_fails_is_told_with_its_step_and_can_be_done_again(
             case "finalize":
                 patch.setattr(type(arrays._handler()), "finalize", full)
             case "_seal":
-                patch.setattr(manager, "_seal", full)
+                patch.setattr(commit, "_seal", full)
             case "_commit":
-                patch.setattr(
-                    manager, "to_text", lambda made, text=manager.to_text: full() if made.files else text(made)
-                )
+                patch.setattr(commit, "to_text", lambda made, text=commit.to_text: full() if made.files else text(made))
             case "rename":
                 patch.setattr(Path, "rename", full)
         with pytest.raises(SaveError, match=r"step 2 was not saved in .*No space left on device.*can be saved again"):

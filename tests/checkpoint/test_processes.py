@@ -25,7 +25,7 @@ import sys, time
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from meshpar.checkpoint import manager
+from meshpar.checkpoint import commit
 from meshpar.checkpoint.manager import Checkpoints, SaveError
 from tests.checkpoint.damage import flip
 address, index, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
@@ -50,14 +50,14 @@ for n in (1, 2, 3):
     state = step(state)
     checkpoints.wait()
     if n == 3 and index == 1:
-        quick, manager._seal = manager._seal, lambda path: 1 / 0
+        quick, commit._seal = commit._seal, lambda path: 1 / 0
     checkpoints.save(n, state, extra={"n": n})
 try:
     checkpoints.wait()
 except SaveError as error:
     print("said", error, flush=True)
 if index == 1:
-    manager._seal = quick
+    commit._seal = quick
 assert checkpoints.steps() == [1, 2], checkpoints.steps()
 assert index or not list(folder.glob("*.*")), list(folder.glob("*.*"))  # process 0 clears up
 checkpoints.save(3, state, extra={"n": 3})
