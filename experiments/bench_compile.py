@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from experiments.arguments import add_recipe
 from experiments.bench_step import cpu_seconds, in_fresh_process, machine
 
 PARTS = ("depth", "launch", "import")
@@ -33,6 +34,10 @@ IMPORT = """
 import time, jax
 begun = time.perf_counter()
 import meshpar
+
+from experiments.arguments import add_recipe
+
+from experiments.arguments import add_recipe
 bare = time.perf_counter() - begun
 for name in meshpar.__all__:
     getattr(meshpar, name)
@@ -48,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", choices=PARTS, help="one of the three (default: all)")
-    parser.add_argument("--recipe", default="llama_6m_stdlib", help="a function of experiments.recipes (%(default)s)")
+    add_recipe(parser, "llama_6m_stdlib")
     parser.add_argument("--repeats", type=int, default=3, help="how often each is measured (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write all seconds as JSON")
     options = parser.parse_args(arguments)

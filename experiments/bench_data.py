@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import add_recipe, add_set
 from experiments.bench_step import cpu_seconds, machine
 
 MIXTURE = "stdlib=0.7 {here}/*.py=0.3"  # this folder's scripts: small, and everyone has them
@@ -48,8 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--recipe", default="llama_tiny_stdlib", help="whose data and batch are read (%(default)s)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="change it")
+    add_recipe(parser, what="whose data and batch are read")
+    add_set(parser)
     parser.add_argument("--mixture", default=MIXTURE.format(here=Path(__file__).parent), help="sources with weights")
     parser.add_argument("--seconds", type=float, default=2.0, help="of reading, for each number (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write everything that was measured as JSON")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import add_recipe, add_set
 from experiments.bench_step import machine
 
 PROMPT = 16
@@ -47,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--recipe", default="llama_6m_stdlib", help="whose model and plan (default: %(default)s)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="change it")
+    add_recipe(parser, "llama_6m_stdlib", "whose model and plan")
+    add_set(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="(default: %(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="of a batch (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write all seconds as JSON")

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import add_set
+
 RECIPE = "llama_6m_stdlib"
 MESHES = ("data=1", "fsdp=8", "data=2 tensor=4")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -89,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--blocks", type=int, default=6, help="blocks of each step in a cell (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a block, the first not counted (%(default)s)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="change ours")
+    add_set(parser, "change ours")
     parser.add_argument("--only-memory", action="store_true", help="compile both, run none")
     parser.add_argument("--out", type=Path, help="write everything that was measured as JSON")
     options = parser.parse_args(arguments)

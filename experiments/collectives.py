@@ -16,6 +16,8 @@ import json
 import sys
 from typing import Any
 
+from experiments.arguments import add_recipe, add_set
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 when the step cannot be compiled, 2 after a bad input."""
@@ -24,14 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--recipe",
-        default="llama_tiny_stdlib",
-        help="a function of experiments.recipes, or module:function (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one value"
-    )
+    add_recipe(parser)
+    add_set(parser)
     parser.add_argument("--devices", type=int, help="emulate so many CPU devices (default: the product of the mesh)")
     parser.add_argument("--topology", metavar="NAME", help="compile for this machine, such as v5e:4x4 or h100:8")
     parser.add_argument("--rows", type=int, default=30, help="rows of the table (default: %(default)s)")

@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import add_recipe, add_set
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 after one sentence about a bad input."""
@@ -26,14 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--recipe",
-        default="llama_tiny_stdlib",
-        help="a function of experiments.recipes, or module:function (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override one value"
-    )
+    add_recipe(parser)
+    add_set(parser)
     parser.add_argument("--devices", type=int, help="how many devices fill a free mesh axis (-1)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--draw", metavar="ARRAY", help="show which device holds which block of a parameter")

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.arguments import add_set
+
 NEW_TOKENS = 128
 
 
@@ -47,9 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other text (default: %(default)s)")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the end of a document")
     parser.add_argument("--batch", type=int, default=16, help="prompts at a time (default: %(default)s)")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="as in train_lm"
-    )
+    add_set(parser, "as in train_lm")
     parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
     parser.add_argument("--out", type=Path, help="write prompts and texts, a JSON object a line")
     options = parser.parse_args(arguments)

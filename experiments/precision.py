@@ -1,7 +1,7 @@
 """What each number format does to training: the same model, text and batches in each of these ways.
 
     python -m experiments.precision
-    python -m experiments.precision --steps 100 --out /tmp/precision
+    python -m experiments.precision --steps 100 --out runs/precision
     python -m experiments.precision --only fp32 bf16 "fp16, no scaling"
 
     fp32                    the reference
@@ -30,6 +30,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from experiments.arguments import add_set
 
 RECIPE = "llama_tiny_stdlib"
 REFERENCE = "fp32"
@@ -69,9 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=400, help="of each run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=list(WAYS), metavar="WAY", help="some of the ways")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="recipe values"
-    )
+    add_set(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/precision"), help="a folder (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:

@@ -1,7 +1,7 @@
 """Does a run survive being killed? The same run twice: undisturbed, and killed with SIGKILL at random moments.
 
     python -m experiments.survive
-    python -m experiments.survive --kills 3 --steps 60 --seed 7 --out /tmp/survive
+    python -m experiments.survive --kills 3 --steps 60 --seed 7 --out runs/short
     python -m experiments.survive --set mesh="data=2 tensor=2" --set precision.compute=bf16
 
 After each kill the same command starts again and must go on by itself from the newest checkpoint that was complete.
@@ -21,6 +21,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from experiments.arguments import add_set
 
 # A small model whose steps take milliseconds, so that many steps and saves lie between two kills.
 TINY = [
@@ -54,9 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20, help="how often to kill (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3000, help="of the run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="recipe values"
-    )
+    add_set(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/survive"), help="two run folders (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.kills < 1 or options.steps < 10:

@@ -28,10 +28,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from experiments.arguments import add_recipe, add_set
+from experiments.prepare import Job, prepare
 
 START = time.perf_counter()
 STOPPED, INTERRUPTED = 143, 130  # as the shell reports SIGTERM and SIGINT
@@ -44,19 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--recipe",
-        default="llama_tiny_stdlib",
-        help="a function of experiments.recipes, or module:function (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one value; repeat for more",
-    )
+    add_recipe(parser)
+    add_set(parser)
     parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/RECIPE-TIME)")
     parser.add_argument(
@@ -154,109 +144,6 @@ def print_keys(recipe: Any) -> None:
     width = min(max(map(len, spelled)), 44)
     for text, key in zip(spelled, keys, strict=True):
         print(f"{text:{width}}  {key.type}" + (f": {key.comment}" if key.comment else ""))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A run that was checked and has not compiled, drawn or written anything yet."""
-
-    name: str
-    recipe: Any
-    out: Path
-    training: Any
-    dataset: Any
-    batches: Iterator[Any]  # from the first step that is left
-    checkpoints: Any
-    done: int  # steps that a resumed run has behind it
-    finished: bool  # whether nothing is left to do
-    notes: list[str]  # what to tell about the run before it starts
-
-
-def prepare(
-    name: str,
-    recipe: Any,
-    out: Path | None,
-    *,
-    devices: int | None,
-    resume: Any,
-    held: contextlib.ExitStack,
-) -> Job:
-    """Checks everything that a user can get wrong, and tokenises the data. `out` of None is named by recipe and time;
-    the folder stays locked until `held` is left.
-
-    Raises:
-      ValueError: the first thing that is wrong, one sentence.
-    """
-    from meshpar.mesh.devices import choose_devices, use_compilation_cache
-    from meshpar.mesh.distributed import is_first, time_stamp, wait_for_all
-    from meshpar.module import abstract
-
-    config, model_config = recipe.train, recipe.model
-    model = abstract(model_config.build, model_config)
-    tx = recipe.optimizer.make(config.steps, model)
-    if not recipe.plan.mesh.has_free_axis:  # before devices are emulated, which takes long for many
-        recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
-    chosen = choose_devices(recipe.plan.mesh, devices)
-    use_compilation_cache()
-    out = out or Path("runs") / f"{name.split(':')[-1]}-{time_stamp()}"
-
-    from meshpar.checkpoint.manager import Checkpoints
-    from meshpar.train import run_folder
-    from meshpar.train.build import build
-    from meshpar.train.data import open_dataset, train_batches
-
-    existed = out.is_dir()
-    if existed and is_first():  # before anything in it is looked at
-        held.enter_context(run_folder.lock(out))
-    checkpoints = Checkpoints(out / "checkpoints", keep=config.keep, best=config.keep_best, axes=model.axes)
-    notes: list[str] = []
-    done = run_folder.steps_done(out, checkpoints.newest_whole(log=notes.append), recipe, resume)
-    notes += [run_folder.resume_note(out, recipe, done), warmup_note(recipe)]
-    training = build(
-        model,
-        tx,
-        recipe.plan,
-        batch=config.batch,
-        seq=recipe.data.seq,
-        objective=recipe.objective,
-        devices=chosen,
-    )
-    training.trace(packed=recipe.data.packed)
-    dataset = open_dataset(recipe.data)  # in each process: hosts may have caches of their own, and makers may share one
-    if dataset.vocab > model_config.vocab:
-        raise ValueError(
-            f"the tokenizer {recipe.data.tokenizer} has {dataset.vocab} tokens and model.vocab={model_config.vocab}; "
-            f"set model.vocab={dataset.vocab} or more"
-        )
-    batches = train_batches(dataset, batch=config.batch, start_step=done, own_rows=training.own_rows)
-    if not existed and is_first():
-        held.enter_context(run_folder.lock(out))
-        if checkpoints.latest() is not None:
-            raise ValueError(f"another run has begun in {out} meanwhile; start this one again")
-    wait_for_all("checked")  # the first process changes the folder next, and the others may still look at it
-    return Job(
-        name=name,
-        recipe=recipe,
-        out=out,
-        training=training,
-        dataset=dataset,
-        batches=batches,
-        checkpoints=checkpoints,
-        done=done,
-        finished=run_folder.is_finished(out, done, recipe),
-        notes=[note for note in notes if note],
-    )
-
-
-def warmup_note(recipe: Any) -> str:
-    """What to tell about a run that ends while it warms up."""
-    steps, optimizer = recipe.train.steps, recipe.optimizer
-    if optimizer.warmup < steps:
-        return ""
-    return (
-        f"optimizer.warmup={optimizer.warmup} takes all of train.steps={steps}: the learning rate does not reach its "
-        f"peak; set optimizer.warmup={steps // 10} for a run of this length"
-    )
 
 
 def train(job: Job) -> int:
