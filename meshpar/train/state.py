@@ -43,7 +43,11 @@ class TrainState:
 def init_state(model: Model, tx: optax.GradientTransformation, plan: Plan, key: jax.Array) -> TrainState:
     """A fresh state; pure, for `jax.jit` with `state_shardings` or `jax.eval_shape`."""
     params_key, dropout_key = jax.random.split(key)
-    weights = model.init(params_key)
+    return start_state(tx, plan, model.init(params_key), dropout_key)
+
+
+def start_state(tx: optax.GradientTransformation, plan: Plan, weights: PyTree, key: jax.Array) -> TrainState:
+    """The state before the first step, of given weights (fp32) and the key of dropout."""
     params = jax.tree.map(lambda w: w.astype(plan.precision.param_dtype), weights)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -51,7 +55,7 @@ def init_state(model: Model, tx: optax.GradientTransformation, plan: Plan, key: 
         params=params,
         master=weights if plan.precision.has_master else None,
         opt_state=tx.init(weights),
-        key=dropout_key,
+        key=key,
         scale=initial_scale(plan.precision.loss_scale) if plan.precision.scales else None,
     )
 
