@@ -82,3 +82,5 @@ class Recipe:
     optimizer: OptimizerConfig
     train: RunConfig
     objective: Objective = Objective()
+    # what training starts from: a folder of Hugging Face or a GGUF file; none: parameters drawn from train.seed
+    weights: str | None = None
