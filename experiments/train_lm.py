@@ -26,15 +26,18 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()
 STOPPED, INTERRUPTED = 143, 130  # as the shell reports SIGTERM and SIGINT
+
+Look = Callable[[Any, Any, Any], str]  # (training, tokenizer, parameters) -> what to tell about them
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,6 +52,19 @@ def main(arguments: list[str] | None = None) -> int:
         default="llama_tiny_stdlib",
         help="a function of experiments.recipes, or module:function (default: %(default)s)",
     )
+    add_flags(parser)
+    options = parser.parse_args(arguments)
+
+    def recipe() -> Any:
+        from meshpar.train.recipe import apply_overrides, load_recipe
+
+        return apply_overrides(load_recipe(options.recipe), options.overrides)
+
+    return run_or_tell(options, options.recipe, recipe)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every run, whatever its recipe is made from."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -71,9 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="how many processes there are, with --coordinator")
     parser.add_argument("--process", type=int, help="which one this is, from 0, with --coordinator")
     parser.add_argument("--keys", action="store_true", help="list what --set takes, with its value in this recipe")
-    options = parser.parse_args(arguments)
+
+
+def run_or_tell(options: argparse.Namespace, name: str, recipe: Callable[[], Any], look: Look | None = None) -> int:
+    """`run`, with a sentence for Ctrl-C outside the loop; returns the exit code."""
     try:
-        return run(options)
+        return run(options, name, recipe, look)
     except KeyboardInterrupt:  # outside the loop, which saves: before its first step, or while results are written
         print("interrupted outside of training; the same command, with its --out, goes on", file=sys.stderr, flush=True)
         from meshpar.mesh.distributed import joined
@@ -83,14 +102,19 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def run(options: argparse.Namespace) -> int:
-    """What the parsed command line asks for; returns the exit code."""
+def run(options: argparse.Namespace, name: str, make_recipe: Callable[[], Any], look: Look | None = None) -> int:
+    """What the parsed command line asks for; returns the exit code.
+
+    Args:
+      name: of the run, for its folder and its first line.
+      make_recipe: may raise ValueError for what the command line has wrong.
+      look: what else to tell about the parameters before the first step and after the last.
+    """
     with contextlib.ExitStack() as held:
         try:
             from meshpar.mesh.distributed import join, wait_for_all
-            from meshpar.train.recipe import apply_overrides, load_recipe
 
-            recipe = apply_overrides(load_recipe(options.recipe), options.overrides)
+            recipe = make_recipe()
             if options.keys:
                 print_keys(recipe)
                 return 0
@@ -98,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
                 raise ValueError("--resume always does not say which run to continue; name its folder with --out")
             join(options.coordinator, options.processes, options.process)
             job = prepare(
-                options.recipe, recipe, options.out, devices=options.devices, resume=options.resume, held=held
+                name, recipe, options.out, devices=options.devices, resume=options.resume, held=held, look=look
             )
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -169,6 +193,8 @@ class Job:
     checkpoints: Any
     done: int  # steps that a resumed run has behind it
     finished: bool  # whether nothing is left to do
+    source: Any  # the weights that training starts from; None: they are drawn
+    look: Look | None
     notes: list[str]  # what to tell about the run before it starts
 
 
@@ -180,6 +206,7 @@ def prepare(
     devices: int | None,
     resume: Any,
     held: contextlib.ExitStack,
+    look: Look | None = None,
 ) -> Job:
     """Checks everything that a user can get wrong, and tokenises the data. `out` of None is named by recipe and time;
     the folder stays locked until `held` is left.
@@ -193,6 +220,7 @@ def prepare(
 
     config, model_config = recipe.train, recipe.model
     model = abstract(model_config.build, model_config)
+    source = open_source(recipe, model)
     tx = recipe.optimizer.make(config.steps, model)
     if not recipe.plan.mesh.has_free_axis:  # before devices are emulated, which takes long for many
         recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
@@ -224,9 +252,10 @@ def prepare(
     training.trace(packed=recipe.data.packed)
     dataset = open_dataset(recipe.data)  # in each process: hosts may have caches of their own, and makers may share one
     if dataset.vocab > model_config.vocab:
+        fix = "use the one that belongs to it" if source else f"set model.vocab={dataset.vocab} or more"
         raise ValueError(
             f"the tokenizer {recipe.data.tokenizer} has {dataset.vocab} tokens and model.vocab={model_config.vocab}; "
-            f"set model.vocab={dataset.vocab} or more"
+            f"{fix}"
         )
     batches = train_batches(dataset, batch=config.batch, start_step=done, own_rows=training.own_rows)
     if not existed and is_first():
@@ -245,7 +274,31 @@ def prepare(
         done=done,
         finished=run_folder.is_finished(out, done, recipe),
         notes=[note for note in notes if note],
+        source=source,
+        look=look,
     )
+
+
+def open_source(recipe: Any, model: Any) -> Any:
+    """The weights that the recipe starts from, checked and not read; None where it draws them.
+
+    Raises:
+      ValueError: they are not there, or of another model than the recipe's.
+    """
+    from meshpar.hf.folder import open_hf
+    from meshpar.hf.mapping import shapes_of
+
+    if recipe.weights is None:
+        return None
+    source = open_hf(recipe.weights)
+    ours, theirs = shapes_of(model.shapes), shapes_of(source.model.shapes)
+    for path in (*ours, *theirs):
+        if ours.get(path) != theirs.get(path):
+            raise ValueError(
+                f"{path} is {ours.get(path, 'not there')} in the recipe's model and {theirs.get(path, 'not there')} in "
+                f"{recipe.weights}; give the recipe that model's config, as experiments.finetune_lm does"
+            )
+    return source
 
 
 def warmup_note(recipe: Any) -> str:
@@ -368,7 +421,9 @@ def train(job: Job) -> int:
             compiled = ahead.submit(training.compile, packed=recipe.data.packed)
 
             def fresh() -> Any:
-                return training.init(config.seed)
+                if job.source is None:
+                    return training.init(config.seed)
+                return training.start(job.source.load(training.abstract_weights()), config.seed)
 
             if job.done:
                 with clock.during("restore"):
@@ -382,6 +437,8 @@ def train(job: Job) -> int:
             batches = itertools.chain([next(job.batches)], job.batches)
             compiled.result()
             wait_for_all("compiled")  # on CPU they give up on one that is half a minute late for a first collective
+            if job.look is not None and not job.done:
+                progress.log(job.look(training, dataset.tokenizer, state.params))
         # only now does the folder change: a restore may fail
         if is_first():
             dataset.tokenizer.save(out)
@@ -418,13 +475,17 @@ def train(job: Job) -> int:
             if config.export != "none":
                 dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.export]
                 save_weights(out / "weights.safetensors", weights, dtype=dtype, metadata=about)
+                if job.source is not None:
+                    leave_hf(job, weights, dtype)
             texts = sample_texts(job, state.params) if config.sample_tokens else []
+            looked = job.look(training, dataset.tokenizer, state.params) if job.look is not None else ""
             baselines = ngram_losses(dataset) if is_first() else {}
             if is_first():
                 plot_losses(out / "losses.png", losses, validation, baselines)
                 (out / "samples.txt").write_text("\n\n----\n\n".join(texts))
     if not is_first():
         return 0
+    progress.log(looked)
     for text in texts:
         progress.log(f"\n--- sampled ---\n{text}")
     final = validation[config.steps]
@@ -446,6 +507,19 @@ def train(job: Job) -> int:
     progress.log(f"loss curve: {out / 'losses.png'}\nrun folder: {out}")
     replace_text(out / "summary.json", as_json(summary, indent=1))  # last: it says that nothing is left to do
     return 0
+
+
+def leave_hf(job: Job, weights: Any, dtype: str) -> None:
+    """Writes the folder for transformers, in place of one that an earlier part of the run left."""
+    from meshpar.hf.folder import save_hf
+    from meshpar.mesh.distributed import is_first
+
+    folder = job.out / "hf"
+    if is_first():
+        shutil.rmtree(folder, ignore_errors=True)
+    tokenizer = Path(job.recipe.data.tokenizer)
+    beside = tokenizer.parent if tokenizer.is_file() else tokenizer if tokenizer.is_dir() else job.out
+    save_hf(folder, job.recipe.model, weights, dtype=dtype, tokenizer=beside, token_ids=job.source.token_ids)
 
 
 def perplexity(loss: float) -> float:
