@@ -63,19 +63,23 @@ class Training:
         """
         made = self._start(weights, jax.random.key(seed))  # all but the parameters, which would be copied
         if self.plan.precision.has_master:
-            dtype = self.plan.precision.param_dtype
+            trained, dtype = self.model.trained(weights), self.plan.precision.param_dtype
             cast = jax.jit(
-                lambda tree: jax.tree.map(lambda w: w.astype(dtype), tree), out_shardings=self.shardings.params
+                lambda tree: jax.tree.map(lambda w: w.astype(dtype), tree),
+                out_shardings=self.model.trained(self.shardings.params),
             )
-            weights = cast(weights)
+            weights = self.model.whole(weights, cast(trained))
         return dataclasses.replace(made, params=weights)
 
     def abstract_weights(self) -> PyTree:
-        """What `start` takes: fp32 where the state has masters, else as the state stores parameters."""
+        """What `start` takes: fp32 where the state has masters of them, else as the state stores parameters."""
         params = self.abstract_state().params
         if not self.plan.precision.has_master:
             return params
-        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params)
+        wide = jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), self.model.trained(params)
+        )
+        return self.model.whole(params, wide)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. `state` is donated: use the returned one. Metrics are on devices: reading one waits
@@ -234,7 +238,7 @@ def build(
             functools.partial(init_state, model, tx, plan), out_shardings=shardings, compiler_options=options
         ),
         _start=jax.jit(
-            lambda weights, key: dataclasses.replace(start_state(tx, plan, weights, key), params=None),
+            lambda weights, key: dataclasses.replace(start_state(model, tx, plan, weights, key), params=None),
             out_shardings=dataclasses.replace(shardings, params=None),
             compiler_options=options,
         ),
