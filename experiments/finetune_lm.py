@@ -4,11 +4,12 @@
     python -m experiments.finetune_lm --weights smollm2 --data notes.txt --set mesh="fsdp=8"
     python -m experiments.finetune_lm --weights ~/models/Qwen2.5-0.5B --data "data/*.jsonl" --steps 500 --lr 1e-5
     python -m experiments.finetune_lm --weights smollm2 --data stdlib --probe english.txt --prompt "The capital of"
+    python -m experiments.finetune_lm --weights smollm2 --data notes.txt --lora rank=16 targets=q,v
 
 The model, its tokenizer and its sizes come from the weights; --set changes all else, as in train_lm, and --keys lists
 it. --probe and --prompt show before and after training the perplexity of a text and what the model answers. The run
 folder is that of train_lm, checkpoints and going on included, and has a folder hf/ more, which transformers and
-`--weights` load.
+`--weights` load, and with --lora a folder adapter/, which PEFT loads. The mesh must divide what it splits.
 
 Exit codes: as train_lm.
 """
@@ -36,7 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", required=True, help="a folder of Hugging Face, a GGUF file, or smollm2")
     parser.add_argument("--data", default="stdlib", help="a text source, as data.source of train_lm (%(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="as train.steps (default: %(default)s)")
-    parser.add_argument("--lr", type=float, help="the peak, as optimizer.lr (default: 2e-5)")
+    parser.add_argument("--lr", type=float, help="the peak, as optimizer.lr (default: 2e-5; 2e-4 with --lora)")
+    parser.add_argument(
+        "--lora",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="train adapters alone: rank=8 alpha=16 targets=q,v, or what of these differs (default: all weights)",
+    )
     parser.add_argument("--probe", type=Path, metavar="FILE", help="a text whose perplexity is told before and after")
     parser.add_argument("--probe-tokens", type=int, default=512, help="of it, the first so many (default: %(default)s)")
     parser.add_argument("--prompt", help="a text that the model continues, before and after, with the likeliest tokens")
@@ -54,6 +61,7 @@ def recipe_of(options: argparse.Namespace) -> Any:
     from meshpar.hf.folder import open_hf
     from meshpar.plan import Plan
     from meshpar.train.data import DataConfig
+    from meshpar.train.lora import Lora
     from meshpar.train.optimizer import OptimizerConfig
     from meshpar.train.recipe import apply_overrides
     from meshpar.train.run import Recipe, RunConfig
@@ -65,7 +73,9 @@ def recipe_of(options: argparse.Namespace) -> Any:
         raise ValueError(f"--probe-tokens {options.probe_tokens} predicts nothing; use 2 or more")
     config = open_hf(weights).config
     named = any(text.partition("=")[0].strip() == "data.tokenizer" for text in options.overrides)
-    lr = 2e-5 if options.lr is None else options.lr
+    lr = options.lr
+    if lr is None:  # adapters start from nothing and take larger steps
+        lr = 2e-5 if options.lora is None else 2e-4
     recipe = Recipe(
         model=config,
         plan=Plan(),
@@ -78,8 +88,10 @@ def recipe_of(options: argparse.Namespace) -> Any:
         optimizer=OptimizerConfig(lr=lr, warmup=min(10, options.steps // 10), weight_decay=0.0),
         train=RunConfig(steps=options.steps, batch=BATCH),
         weights=str(weights),
+        lora=None if options.lora is None else Lora(),
     )
-    return apply_overrides(recipe, options.overrides)
+    overrides = [f"lora.{text}" for text in options.lora or ()] + options.overrides
+    return apply_overrides(recipe, overrides)
 
 
 def look_of(options: argparse.Namespace) -> Look | None:

@@ -217,10 +217,13 @@ def prepare(
     from meshpar.mesh.devices import choose_devices, use_compilation_cache
     from meshpar.mesh.distributed import is_first, time_stamp, wait_for_all
     from meshpar.module import abstract
+    from meshpar.train.lora import adapt
 
     config, model_config = recipe.train, recipe.model
     model = abstract(model_config.build, model_config)
     source = open_source(recipe, model)
+    if recipe.lora is not None:
+        model = adapt(model, recipe.lora)
     tx = recipe.optimizer.make(config.steps, model)
     if not recipe.plan.mesh.has_free_axis:  # before devices are emulated, which takes long for many
         recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
@@ -319,6 +322,7 @@ def train(job: Job) -> int:
     from meshpar.train import run_folder
     from meshpar.train.clock import STEPS, Clock
     from meshpar.train.data import validation_batches
+    from meshpar.train.lora import with_fresh_adapters
     from meshpar.train.metrics import JsonLines, Progress, as_json, flops_per_token, mfu, plot_losses, replace_text
     from meshpar.train.nan_report import NanReport
     from meshpar.train.profile import Profile, parse_steps
@@ -409,7 +413,8 @@ def train(job: Job) -> int:
     if config.nan_report:
         hooks.append(NanReport(training, recipe.objective).hook())
     progress.log(
-        f"{job.name}: {training.model.size / 1e6:.2f}M parameters, mesh {training.plan.mesh} on "
+        f"{job.name}: {training.model.size / 1e6:.2f}M parameters{adapted(training.model)}, "
+        f"mesh {training.plan.mesh} on "
         f"{devices[0].device_kind}, run folder {out}"
     )
     for note in job.notes:
@@ -423,7 +428,11 @@ def train(job: Job) -> int:
             def fresh() -> Any:
                 if job.source is None:
                     return training.init(config.seed)
-                return training.start(job.source.load(training.abstract_weights()), config.seed)
+                wanted = training.abstract_weights()
+                if recipe.lora is None:
+                    return training.start(job.source.load(wanted), config.seed)
+                base = job.source.load(training.model.untrained(wanted))
+                return training.start(with_fresh_adapters(training, base, config.seed), config.seed)
 
             if job.done:
                 with clock.during("restore"):
@@ -471,9 +480,9 @@ def train(job: Job) -> int:
             return STOPPED
 
         with clock.during("results"):
-            weights = state.params if state.master is None else state.master
             if config.export != "none":
                 dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.export]
+                weights = weights_of(job, state, dtype)
                 save_weights(out / "weights.safetensors", weights, dtype=dtype, metadata=about)
                 if job.source is not None:
                     leave_hf(job, weights, dtype)
@@ -509,6 +518,43 @@ def train(job: Job) -> int:
     return 0
 
 
+def weights_of(job: Job, state: Any, dtype: str) -> Any:
+    """The trained weights of the recipe's model, with nothing rounded on the way: masters where there are some.
+    Adapters are left beside them, and merged into the weights as they were read.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from meshpar.train.lora import merge
+
+    model, recipe = job.training.model, job.recipe
+    trained = model.trained(state.params) if state.master is None else state.master
+    if recipe.lora is None:
+        return trained
+    leave_adapter(job, trained, dtype)
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding),
+        model.untrained(job.training.abstract_weights()),
+    )
+    return merge(job.source.load(target), trained, recipe.lora)
+
+
+def leave_adapter(job: Job, adapters: Any, dtype: str) -> None:
+    """Writes the adapter for PEFT, in place of one that an earlier part of the run left."""
+    from meshpar.mesh.distributed import is_first
+    from meshpar.train.lora import NoPeftForm, save_adapter
+
+    folder = job.out / "adapter"
+    if is_first():
+        shutil.rmtree(folder, ignore_errors=True)
+    recipe = job.recipe
+    try:
+        save_adapter(folder, recipe.model, adapters, recipe.lora, base=recipe.weights, dtype=dtype)
+    except NoPeftForm as error:
+        if is_first():
+            print(f"without {folder}: {error}")
+
+
 def leave_hf(job: Job, weights: Any, dtype: str) -> None:
     """Writes the folder for transformers, in place of one that an earlier part of the run left."""
     from meshpar.hf.folder import save_hf
@@ -520,6 +566,15 @@ def leave_hf(job: Job, weights: Any, dtype: str) -> None:
     tokenizer = Path(job.recipe.data.tokenizer)
     beside = tokenizer.parent if tokenizer.is_file() else tokenizer if tokenizer.is_dir() else job.out
     save_hf(folder, job.recipe.model, weights, dtype=dtype, tokenizer=beside, token_ids=job.source.token_ids)
+
+
+def adapted(model: Any) -> str:
+    """How many of a model's parameters are trained, where not all are."""
+    import jax
+
+    if not model.frozen:
+        return ""
+    return f", {sum(leaf.size for leaf in jax.tree.leaves(model.trained(model.shapes))) / 1e6:.2f}M of them trained"
 
 
 def perplexity(loss: float) -> float:

@@ -111,12 +111,15 @@ def test_bf16_parameters_keep_fp32_masters_of_the_weights(weights: Path, text: P
             "the tokenizer bytes has 257 tokens and model.vocab=90; use the one that belongs",
         ),
         ({"train__batch": 0}, "train.batch=0"),
+        ({"lora__rank": 0}, "lora.rank=0 must be at least 1"),
+        ({"lora__targets": "q,gat"}, "'gat', which is no kernel; did you mean 'gate'?"),
     ],
 )
 def test_bad_values_are_one_sentence(
     weights: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: Any, told: str
 ) -> None:
-    assert main(arguments(weights, text, "--out", tmp_path / "run", **changes)) == 2
+    lora = ["--lora"] if any(key.startswith("lora") for key in changes) else []
+    assert main(arguments(weights, text, *lora, "--out", tmp_path / "run", **changes)) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
 
@@ -130,3 +133,21 @@ def test_weights_that_are_not_there_are_one_sentence(
         assert told in capsys.readouterr().err
     assert perplexity.main([str(tmp_path / "none.txt"), "--weights", str(weights)]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_adapters_learn_go_on_and_are_left_for_peft_and_merged(
+    weights: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, probe = tmp_path / "run", ["--probe", text / "0.txt", "--lora", "rank=4", "targets=q,v,mlp", "--lr", 0.1]
+    for steps in (4, 8):
+        more = ["--steps", steps, "--out", out]
+        assert main(arguments(weights, text, *probe, *more, mesh="data=2 tensor=2", optimizer__warmup=0)) == 0
+    printed = capsys.readouterr().out
+    losses_told = [float(loss) for loss in re.findall(r"cross-entropy (\d+\.\d+) nats", printed)]
+    assert losses_told[-1] < losses_told[0] - 0.3
+    assert len(losses(out)) == 8
+    assert {path.name for path in (out / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert perplexity.main([str(text / "0.txt"), "--weights", str(out / "hf")]) == 0
+    assert f"cross-entropy {losses_told[-1]:.4f}" in capsys.readouterr().out  # merged is the same model
+    assert main(arguments(weights, text, "--steps", 9, "--lora", "rank=2", "--out", out)) == 2
+    assert "began with lora.rank=4, not 2" in capsys.readouterr().err
