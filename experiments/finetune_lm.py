@@ -5,6 +5,7 @@
     python -m experiments.finetune_lm --weights ~/models/Qwen2.5-0.5B --data "data/*.jsonl" --steps 500 --lr 1e-5
     python -m experiments.finetune_lm --weights smollm2 --data stdlib --probe english.txt --prompt "The capital of"
     python -m experiments.finetune_lm --weights smollm2 --data notes.txt --lora rank=16 targets=q,v
+    python -m experiments.finetune_lm --weights smollm2 --chat answers.jsonl --lora
 
 The model, its tokenizer and its sizes come from the weights; --set changes all else, as in train_lm, and --keys lists
 it. --probe and --prompt show before and after training the perplexity of a text and what the model answers. The run
@@ -35,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--weights", required=True, help="a folder of Hugging Face, a GGUF file, or smollm2")
-    parser.add_argument("--data", default="stdlib", help="a text source, as data.source of train_lm (%(default)s)")
+    data = parser.add_mutually_exclusive_group()
+    data.add_argument("--data", default="stdlib", help="a text source, as data.source of train_lm (%(default)s)")
+    data.add_argument("--chat", metavar="SOURCE", help="conversations instead, in .jsonl files: answers are learned")
     parser.add_argument("--steps", type=int, default=100, help="as train.steps (default: %(default)s)")
     parser.add_argument("--lr", type=float, help="the peak, as optimizer.lr (default: 2e-5; 2e-4 with --lora)")
     parser.add_argument(
@@ -80,8 +83,10 @@ def recipe_of(options: argparse.Namespace) -> Any:
         model=config,
         plan=Plan(),
         data=DataConfig(
-            source=options.data,
-            tokenizer="bytes" if named else str(find_tokenizer(weights)),
+            source=options.chat or options.data,
+            chat=options.chat is not None,
+            packed=options.chat is not None,
+            tokenizer="tokenizer.json" if named else str(find_tokenizer(weights)),  # else a path that is replaced
             seq=min(SEQ, config.max_seq),
         ),
         # A tenth of the rate of pretraining, soon warm, and no decay: the weights are to stay near where they were.

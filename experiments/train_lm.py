@@ -488,7 +488,8 @@ def train(job: Job) -> int:
                     leave_hf(job, weights, dtype)
             texts = sample_texts(job, state.params) if config.sample_tokens else []
             looked = job.look(training, dataset.tokenizer, state.params) if job.look is not None else ""
-            baselines = ngram_losses(dataset) if is_first() else {}
+            compared = is_first() and not recipe.data.chat  # of answers alone they have no losses
+            baselines = ngram_losses(dataset) if compared else {}
             if is_first():
                 plot_losses(out / "losses.png", losses, validation, baselines)
                 (out / "samples.txt").write_text("\n\n----\n\n".join(texts))
@@ -506,10 +507,9 @@ def train(job: Job) -> int:
         "goodput": clock.goodput(),
         **{f"seconds_{cause}": seconds for cause, seconds in clock.seconds().items()},
     }
-    beside = ", ".join(f"{kind} model {loss:.4f}" for kind, loss in baselines.items())
-    progress.log(
-        f"\nvalidation loss {final:.4f} nats a token (perplexity {perplexity(final):.1f}); of the same text: {beside}"
-    )
+    others = ", ".join(f"{kind} model {loss:.4f}" for kind, loss in baselines.items())
+    beside = f"; of the same text: {others}" if others else ""
+    progress.log(f"\nvalidation loss {final:.4f} nats a token (perplexity {perplexity(final):.1f}){beside}")
     waited = clock.seconds().get("data", 0.0)
     trained = waited + clock.seconds().get(STEPS, 0.0)
     progress.log(f"{clock.text()}; {waited / max(trained, 1e-9):.2%} of the loop waited for data")

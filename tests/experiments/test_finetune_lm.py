@@ -79,21 +79,7 @@ def test_a_run_learns_tells_the_perplexity_and_leaves_a_folder_that_loads_again(
     assert np.abs(logits(trained, tokens) - logits(before_training, tokens)).max() > 0.1
 
 
-def test_a_run_goes_on_where_it_stopped(weights: Path, text: Path, one_device: list[float], tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    for steps in (4, 8):
-        assert (
-            main(
-                arguments(
-                    weights, text, "--steps", steps, "--lr", 1e-2, "--out", out, mesh="data=2", optimizer__warmup=0
-                )
-            )
-            == 0
-        )
-    assert len(losses(out)) == 8
-    assert np.isfinite(losses(out)).all() and losses(out)[-1] < losses(out)[0] - 0.3
-
-
+@pytest.mark.slow
 def test_bf16_parameters_keep_fp32_masters_of_the_weights(weights: Path, text: Path, tmp_path: Path) -> None:
     """The masters are the weights themselves, not their bf16: with so small a rate fp32 comes out as it went in."""
     out, copies = tmp_path / "run", {"precision__compute": "bf16", "precision__storage": "copy", "zero": 1}
@@ -151,3 +137,26 @@ def test_adapters_learn_go_on_and_are_left_for_peft_and_merged(
     assert f"cross-entropy {losses_told[-1]:.4f}" in capsys.readouterr().out  # merged is the same model
     assert main(arguments(weights, text, "--steps", 9, "--lora", "rank=2", "--out", out)) == 2
     assert "began with lora.rank=4, not 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_answers_are_learned_from_conversations(
+    tmp_path: Path, cache: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("jinja2", reason='pip install -e ".[chat]"')
+    weights = make_folder(tmp_path / "model", extra=("<|im_start|>", "<|im_end|>"))
+    rows = [{"prompt": f"say {word}", "completion": f"{word} {word}"} for word in ("mesh", "axis", "dim", "rule") * 9]
+    rows += [{"prompt": f"say {word}", "completion": word} for word in ("layer", "tensor", "row", "sum")]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = TINY | {"data.seq": 128, "train.batch": 2, "mesh": "fsdp=2"}  # as long as the template's first sentence
+    sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    more = ["--weights", str(weights), "--chat", str(tmp_path / "chat.jsonl"), "--out", str(tmp_path / "run"), *sets]
+    assert main(["--steps", "6", "--lr", "1e-2", *more]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+    (weights / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    assert main(["--steps", "6", "--lr", "1e-2", *more]) == 0
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.3
+    assert (tmp_path / "run" / "hf" / "chat_template.jinja").is_file()
