@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -55,7 +56,8 @@ def find_tokenizer(weights: Path) -> Path:
         new = folder.with_name(f"{key}.{os.getpid()}")
         new.mkdir(parents=True, exist_ok=True)
         write_tokenizer(weights, new)
-        if folder.exists():  # another process was faster
-            return folder / "tokenizer.json"
-        new.rename(folder)
+        try:
+            new.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(new)
     return folder / "tokenizer.json"
