@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def add_recipe(
@@ -17,3 +18,22 @@ def add_recipe(
 def add_set(parser: argparse.ArgumentParser, what: str = "override one value of the recipe; repeat for more") -> None:
     """`--set KEY=VALUE`, any number of them, as `overrides`."""
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=what)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The flags of every run that trains, whatever its recipe is made from."""
+    add_set(parser)
+    parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
+    parser.add_argument("--out", type=Path, help="the run folder (default: runs/RECIPE-TIME)")
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="go on from the newest checkpoint in --out; auto starts a run where there is none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where process 0 of several listens; usually detected"
+    )
+    parser.add_argument("--processes", type=int, help="how many processes there are, with --coordinator")
+    parser.add_argument("--process", type=int, help="which one this is, from 0, with --coordinator")
+    parser.add_argument("--keys", action="store_true", help="list what --set takes, with its value in this recipe")

@@ -1,12 +1,14 @@
-"""What `train_lm` settles before a run: all that a user can get wrong is checked here, and nothing compiles yet."""
+"""What is settled before a run trains: all that a user can get wrong is checked here, and nothing compiles yet."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+Look = Callable[[Any, Any, Any], str]  # (training, tokenizer, parameters) -> what to tell about them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,8 @@ class Job:
     checkpoints: Any
     done: int  # steps that a resumed run has behind it
     finished: bool  # whether nothing is left to do
+    source: Any  # the weights that training starts from; None: they are drawn
+    look: Look | None  # what else to tell about the parameters before the first step and after the last
     notes: list[str]  # what to tell about the run before it starts
 
 
@@ -33,6 +37,7 @@ def prepare(
     devices: int | None,
     resume: Any,
     held: contextlib.ExitStack,
+    look: Look | None = None,
 ) -> Job:
     """Checks everything that a user can get wrong, and tokenises the data. `out` of None is named by recipe and time;
     the folder stays locked until `held` is left.
@@ -43,9 +48,13 @@ def prepare(
     from meshpar.mesh.devices import choose_devices, use_compilation_cache
     from meshpar.mesh.distributed import is_first, time_stamp, wait_for_all
     from meshpar.module import abstract
+    from meshpar.train.lora import adapt
 
     config, model_config = recipe.train, recipe.model
     model = abstract(model_config.build, model_config)
+    source = open_source(recipe, model)
+    if recipe.lora is not None:
+        model = adapt(model, recipe.lora)
     tx = recipe.optimizer.make(config.steps, model)
     if not recipe.plan.mesh.has_free_axis:  # before devices are emulated, which takes long for many
         recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
@@ -77,9 +86,10 @@ def prepare(
     training.trace(packed=recipe.data.packed)
     dataset = open_dataset(recipe.data)  # in each process: hosts may have caches of their own, and makers may share one
     if dataset.vocab > model_config.vocab:
+        fix = "use the one that belongs to it" if source else f"set model.vocab={dataset.vocab} or more"
         raise ValueError(
             f"the tokenizer {recipe.data.tokenizer} has {dataset.vocab} tokens and model.vocab={model_config.vocab}; "
-            f"set model.vocab={dataset.vocab} or more"
+            f"{fix}"
         )
     batches = train_batches(dataset, batch=config.batch, start_step=done, own_rows=training.own_rows)
     if not existed and is_first():
@@ -97,8 +107,46 @@ def prepare(
         checkpoints=checkpoints,
         done=done,
         finished=run_folder.is_finished(out, done, recipe),
+        source=source,
+        look=look,
         notes=[note for note in notes if note],
     )
+
+
+def open_source(recipe: Any, model: Any) -> Any:
+    """The weights that the recipe starts from, checked and not read; None where it draws them.
+
+    Raises:
+      ValueError: they are not there, or of another model than the recipe's.
+    """
+    from meshpar.hf.folder import open_hf
+    from meshpar.hf.mapping import shapes_of
+
+    if recipe.weights is None:
+        return None
+    source = open_hf(recipe.weights)
+    ours, theirs = shapes_of(model.shapes), shapes_of(source.model.shapes)
+    for path in (*ours, *theirs):
+        if ours.get(path) != theirs.get(path):
+            raise ValueError(
+                f"{path} is {ours.get(path, 'not there')} in the recipe's model and {theirs.get(path, 'not there')} in "
+                f"{recipe.weights}; give the recipe that model's config, as experiments.finetune_lm does"
+            )
+    return source
+
+
+def first_state(job: Job) -> Any:
+    """The state before the first step: drawn, or of the weights that the recipe names, read into their shards."""
+    from meshpar.train.lora import with_fresh_adapters
+
+    training, seed = job.training, job.recipe.train.seed
+    if job.source is None:
+        return training.init(seed)
+    wanted = training.abstract_weights()
+    if job.recipe.lora is None:
+        return training.start(job.source.load(wanted), seed)
+    base = job.source.load(training.model.untrained(wanted))
+    return training.start(with_fresh_adapters(training, base, seed), seed)
 
 
 def warmup_note(recipe: Any) -> str:

@@ -24,15 +24,15 @@ import contextlib
 import errno
 import itertools
 import json
-import math
 import os
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from experiments.arguments import add_recipe, add_set
-from experiments.prepare import Job, prepare
+from experiments.arguments import add_recipe, add_run
+from experiments.prepare import Job, Look, first_state, prepare
+from experiments.results import leave_weights, ngram_losses, perplexity, sample_texts
 
 START = time.perf_counter()
 STOPPED, INTERRUPTED = 143, 130  # as the shell reports SIGTERM and SIGINT
@@ -46,24 +46,23 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(parser)
-    add_set(parser)
-    parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
-    parser.add_argument("--out", type=Path, help="the run folder (default: runs/RECIPE-TIME)")
-    parser.add_argument(
-        "--resume",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="go on from the newest checkpoint in --out; auto starts a run where there is none (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="where process 0 of several listens; usually detected"
-    )
-    parser.add_argument("--processes", type=int, help="how many processes there are, with --coordinator")
-    parser.add_argument("--process", type=int, help="which one this is, from 0, with --coordinator")
-    parser.add_argument("--keys", action="store_true", help="list what --set takes, with its value in this recipe")
+    add_run(parser)
     options = parser.parse_args(arguments)
+
+    def recipe() -> Any:
+        from meshpar.train.recipe import apply_overrides, load_recipe
+
+        return apply_overrides(load_recipe(options.recipe), options.overrides)
+
+    return run_or_tell(options, options.recipe, recipe)
+
+
+def run_or_tell(
+    options: argparse.Namespace, name: str, make_recipe: Callable[[], Any], look: Look | None = None
+) -> int:
+    """`run`, with a sentence for Ctrl-C outside the loop; returns the exit code."""
     try:
-        return run(options)
+        return run(options, name, make_recipe, look)
     except KeyboardInterrupt:  # outside the loop, which saves: before its first step, or while results are written
         print("interrupted outside of training; the same command, with its --out, goes on", file=sys.stderr, flush=True)
         from meshpar.mesh.distributed import joined
@@ -73,14 +72,19 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def run(options: argparse.Namespace) -> int:
-    """What the parsed command line asks for; returns the exit code."""
+def run(options: argparse.Namespace, name: str, make_recipe: Callable[[], Any], look: Look | None = None) -> int:
+    """What the parsed command line asks for; returns the exit code.
+
+    Args:
+      name: of the run, for its folder and its first line.
+      make_recipe: may raise ValueError for what the command line has wrong.
+      look: what else to tell about the parameters before the first step and after the last.
+    """
     with contextlib.ExitStack() as held:
         try:
             from meshpar.mesh.distributed import join, wait_for_all
-            from meshpar.train.recipe import apply_overrides, load_recipe
 
-            recipe = apply_overrides(load_recipe(options.recipe), options.overrides)
+            recipe = make_recipe()
             if options.keys:
                 print_keys(recipe)
                 return 0
@@ -88,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
                 raise ValueError("--resume always does not say which run to continue; name its folder with --out")
             join(options.coordinator, options.processes, options.process)
             job = prepare(
-                options.recipe, recipe, options.out, devices=options.devices, resume=options.resume, held=held
+                name, recipe, options.out, devices=options.devices, resume=options.resume, held=held, look=look
             )
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -148,7 +152,6 @@ def print_keys(recipe: Any) -> None:
 
 def train(job: Job) -> int:
     """Trains, evaluates, samples and leaves the run folder; returns the exit code."""
-    from meshpar.checkpoint.weights import save_weights
     from meshpar.mesh.distributed import is_first, joined, wait_for_all
     from meshpar.train import run_folder
     from meshpar.train.clock import STEPS, Clock
@@ -243,8 +246,8 @@ def train(job: Job) -> int:
     if config.nan_report:
         hooks.append(NanReport(training, recipe.objective).hook())
     progress.log(
-        f"{job.name}: {training.model.size / 1e6:.2f}M parameters, mesh {training.plan.mesh} on "
-        f"{devices[0].device_kind}, run folder {out}"
+        f"{job.name}: {training.model.size / 1e6:.2f}M parameters{trained_share(training.model)}, "
+        f"mesh {training.plan.mesh} on {devices[0].device_kind}, run folder {out}"
     )
     for note in job.notes:
         progress.log(note)
@@ -254,21 +257,22 @@ def train(job: Job) -> int:
         with clock.during("compilation"), concurrent.futures.ThreadPoolExecutor(1) as ahead:
             compiled = ahead.submit(training.compile, packed=recipe.data.packed)
 
-            def fresh() -> Any:
-                return training.init(config.seed)
-
             if job.done:
                 with clock.during("restore"):
                     target = training.abstract_state()
                     try:
-                        state = job.checkpoints.restore(target, job.done, fresh=fresh, log=progress.log)
+                        state = job.checkpoints.restore(
+                            target, job.done, fresh=lambda: first_state(job), log=progress.log
+                        )
                     except ValueError as error:
                         raise Misfit(str(error)) from error
             else:
-                state = fresh()
+                state = first_state(job)
             batches = itertools.chain([next(job.batches)], job.batches)
             compiled.result()
             wait_for_all("compiled")  # on CPU they give up on one that is half a minute late for a first collective
+            if job.look is not None and not job.done:
+                progress.log(job.look(training, dataset.tokenizer, state.params))
         # only now does the folder change: a restore may fail
         if is_first():
             dataset.tokenizer.save(out)
@@ -301,17 +305,20 @@ def train(job: Job) -> int:
             return STOPPED
 
         with clock.during("results"):
-            weights = state.params if state.master is None else state.master
             if config.export != "none":
-                dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.export]
-                save_weights(out / "weights.safetensors", weights, dtype=dtype, metadata=about)
+                for note in leave_weights(job, state, about):
+                    progress.log(note)
             texts = sample_texts(job, state.params) if config.sample_tokens else []
-            baselines = ngram_losses(dataset) if is_first() else {}
+            looked = job.look(training, dataset.tokenizer, state.params) if job.look is not None else ""
+            compared = is_first() and not recipe.data.chat  # of answers alone they have no losses
+            baselines = ngram_losses(dataset) if compared else {}
             if is_first():
                 plot_losses(out / "losses.png", losses, validation, baselines)
                 (out / "samples.txt").write_text("\n\n----\n\n".join(texts))
     if not is_first():
         return 0
+    if looked:
+        progress.log(looked)
     for text in texts:
         progress.log(f"\n--- sampled ---\n{text}")
     final = validation[config.steps]
@@ -323,10 +330,9 @@ def train(job: Job) -> int:
         "goodput": clock.goodput(),
         **{f"seconds_{cause}": seconds for cause, seconds in clock.seconds().items()},
     }
-    beside = ", ".join(f"{kind} model {loss:.4f}" for kind, loss in baselines.items())
-    progress.log(
-        f"\nvalidation loss {final:.4f} nats a token (perplexity {perplexity(final):.1f}); of the same text: {beside}"
-    )
+    others = ", ".join(f"{kind} model {loss:.4f}" for kind, loss in baselines.items())
+    beside = f"; of the same text: {others}" if others else ""
+    progress.log(f"\nvalidation loss {final:.4f} nats a token (perplexity {perplexity(final):.1f}){beside}")
     waited = clock.seconds().get("data", 0.0)
     trained = waited + clock.seconds().get(STEPS, 0.0)
     progress.log(f"{clock.text()}; {waited / max(trained, 1e-9):.2%} of the loop waited for data")
@@ -335,36 +341,17 @@ def train(job: Job) -> int:
     return 0
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss); inf where a float ends."""
-    return math.inf if loss > 709 else math.exp(loss)
+def trained_share(model: Any) -> str:
+    """How many of a model's parameters are trained, where not all are."""
+    import jax
+
+    if not model.frozen:
+        return ""
+    return f", {sum(leaf.size for leaf in jax.tree.leaves(model.trained(model.shapes))) / 1e6:.2f}M of them trained"
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def ngram_losses(dataset: Any) -> dict[str, float]:
-    """Losses of a unigram and a bigram model of the same text, in nats a token."""
-    from meshpar.train.ngram import bigram_loss, unigram_loss
-
-    arguments = (dataset.train.tokens, dataset.validation.tokens, dataset.vocab)
-    return {"unigram": unigram_loss(*arguments), "bigram": bigram_loss(*arguments)}
-
-
-def sample_texts(job: Job, params: Any) -> list[str]:
-    """Continuations of the first tokens of some validation rows."""
-    from meshpar.generate.generator import sample
-    from meshpar.train.data import validation_batches
-
-    recipe, training, dataset = job.recipe, job.training, job.dataset
-    batch = next(validation_batches(dataset, batch=recipe.train.batch, limit=1))
-    length = min(16, recipe.data.seq)
-    new = min(recipe.train.sample_tokens, recipe.model.max_seq - length)
-    prompts = [[int(token) for token in row[:length]] for row in batch.tokens[:2]]
-    rows = sample(training.model, training.plan, training.mesh, params, prompts, new_tokens=new, seed=recipe.train.seed)
-    # a model may have more tokens than its tokenizer, and early in training it samples them
-    return [dataset.tokenizer.decode(token for token in row if token < dataset.vocab) for row in rows]
 
 
 if __name__ == "__main__":

@@ -63,6 +63,19 @@ class Model:
     layer_constants: PyTree  # arrays [layers, ...] that are not trained; an empty dict for most models
     _bind: Callable[[PyTree], Any]
     _bind_block: Callable[[PyTree], Any]
+    frozen: frozenset[str] = frozenset()  # paths of parameters that are used and not trained
+
+    def trained(self, tree: PyTree) -> PyTree:
+        """The part of a tree of parameters, or of their axes, that is trained: the tree itself where all of it is."""
+        return _part(tree, lambda path: path not in self.frozen) if self.frozen else tree
+
+    def untrained(self, tree: PyTree) -> PyTree:
+        """The other part: what is frozen."""
+        return _part(tree, lambda path: path in self.frozen)
+
+    def whole(self, tree: PyTree, trained: PyTree) -> PyTree:
+        """A tree with another trained part; what is frozen stays."""
+        return _joined(self.untrained(tree), trained) if self.frozen else trained
 
     @property
     def size(self) -> int:
@@ -100,6 +113,28 @@ class Model:
         given = (constants,) if self.layer_constants else ()
         y, aux = block(self.bind_block(params), x, batch, key, *given)
         return y, aux
+
+
+def _part(tree: PyTree, keep: Callable[[str], bool], path: str = "") -> PyTree:
+    """The leaves of nested dicts whose paths are kept; a dict that is left empty goes too."""
+    found = {}
+    for name, value in tree.items():
+        at = f"{path}{name}"
+        if isinstance(value, dict):
+            if inner := _part(value, keep, f"{at}/"):
+                found[name] = inner
+        elif keep(at):
+            found[name] = value
+    return found
+
+
+def _joined(one: PyTree, other: PyTree) -> PyTree:
+    """The leaves of two nested dicts that share none."""
+    both = {**one, **other}
+    return {
+        name: _joined(one[name], other[name]) if name in one and name in other else value
+        for name, value in both.items()
+    }
 
 
 def abstract(make: Callable[[nnx.Rngs], nnx.Module], config: Any = None) -> Model:

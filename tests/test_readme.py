@@ -133,6 +133,8 @@ def test_commands_on_the_pages_are_found() -> None:
 @pytest.mark.parametrize(("module", "words"), commands(), ids=lambda value: value if isinstance(value, str) else "")
 def test_command_on_a_page_has_known_flags_keys_and_recipe(module: str, words: list[str]) -> None:
     source = page(f"experiments/{module}.py")
+    if "add_run(" in source:
+        source += page("experiments/arguments.py")
     source = source.replace("add_recipe(", '"--recipe"').replace("add_set(", '"--set"')  # see experiments/arguments.py
     for flag in (word for word in words if word.startswith("--")):
         assert f'"{flag}"' in source, flag

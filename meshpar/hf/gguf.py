@@ -8,6 +8,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -208,6 +209,24 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == _CONTROL])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in kinds if k == _USER_DEFINED])
     return tokenizer
+
+
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """The files about text that a folder of Hugging Face has, from a GGUF file: the tokenizer, its special tokens, and
+    the chat template where there is one.
+
+    Raises:
+      ValueError: see `read_tokenizer`.
+    """
+    fields, _ = _parse(path)
+    tokens = fields.get("tokenizer.ggml.tokens", [])
+    ids = {kind: fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+    special = {f"{kind}_token": tokens[number] for kind, number in ids.items() if number is not None}
+    read_tokenizer(path).save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    if template := fields.get("tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(template)
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], list[Any]]:

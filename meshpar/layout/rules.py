@@ -23,6 +23,7 @@ LOGICAL_AXES: dict[str, str] = {
     "head_dim": "the size of one head",
     "vocab": "the padded vocabulary",
     "experts": "experts of a mixture",
+    "rank": "the inner size of a LoRA adapter",
     "layers": "stacked blocks",
 }
 

@@ -9,26 +9,55 @@ would move them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear(x: jax.Array, kernel: jax.Array, inputs: int = 1) -> jax.Array:
+@dataclass(frozen=True, eq=False)
+class Adapted:
+    """A kernel with a low-rank adapter, standing where a kernel stands: `linear` computes `x W + scale (x A) B`.
+
+    Two thin products instead of one with `W + scale A B`: the gradient of W, as large as W, is then never made nor
+    summed over devices. Source: LoRA (Hu et al. 2021), section 4.1.
+    """
+
+    kernel: jax.Array  # [*inputs, *outputs]
+    a: jax.Array  # [*inputs, rank]
+    b: jax.Array  # [rank, *outputs]
+    scale: float
+
+    def __getitem__(self, index: Any) -> Adapted:
+        assert index is Ellipsis, "a kernel is read as a whole"  # what nnx does to a parameter's value
+        return self
+
+
+def linear(x: jax.Array, kernel: jax.Array | Adapted, inputs: int = 1) -> jax.Array:
     """`x` `[*tokens, *inputs]` times `kernel` `[*inputs, *outputs]`: `[*tokens, *outputs]`, in their common dtype.
 
     Args:
       inputs: how many dims of the kernel are contracted: its first ones, with the last ones of `x`.
     """
+    if isinstance(kernel, Adapted):
+        with jax.named_scope("adapter"):
+            low = _product(x, kernel.a, inputs)
+            added = _product(low, kernel.b, 1)
+        return _product(x, kernel.kernel, inputs) + (kernel.scale * added).astype(x.dtype)
+    return _product(x, kernel, inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
     tokens = x.ndim - inputs
     return lax.dot_general(x, kernel, ((tuple(range(tokens, x.ndim)), tuple(range(inputs))), ((), ())))
 
 
 def _forward(x: jax.Array, kernel: jax.Array, inputs: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return linear(x, kernel, inputs), (x, kernel)
+    return _product(x, kernel, inputs), (x, kernel)
 
 
 def _backward(inputs: int, residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -44,4 +73,4 @@ def _backward(inputs: int, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
         return dx, jnp.moveaxis(lax.dot_general(dy, x, over_tokens), range(outputs), range(-outputs, 0))
 
 
-linear.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

@@ -6,6 +6,7 @@ retraces or moves from step to step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from meshpar.mesh.devices import compiler_options, use_compilation_cache
 from meshpar.module import Model
 from meshpar.plan import Plan
 from meshpar.train.accumulate import split_rows
-from meshpar.train.state import TrainState, init_state, state_shardings
+from meshpar.train.state import TrainState, init_state, start_state, state_shardings
 from meshpar.train.step import Metrics, Objective, loss_sums, make_step
 
 
@@ -45,12 +46,40 @@ class Training:
     shardings: TrainState  # a NamedSharding for each leaf of the state
     batch_sharding: NamedSharding  # of each [batch, seq] leaf of a batch
     _init: Any
+    _start: Any
     _step: Any
     _evaluate: Any
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, drawn straight into its shards; the same values on every mesh."""
         return self._init(jax.random.key(seed))
+
+    def start(self, weights: PyTree, seed: int = 0) -> TrainState:
+        """A fresh state of given weights, which it takes over: use them no more.
+
+        Args:
+          weights: in the shapes, dtypes and shardings of `abstract_weights`.
+          seed: of dropout.
+        """
+        made = self._start(weights, jax.random.key(seed))  # all but the parameters, which would be copied
+        if self.plan.precision.has_master:
+            trained, dtype = self.model.trained(weights), self.plan.precision.param_dtype
+            cast = jax.jit(
+                lambda tree: jax.tree.map(lambda w: w.astype(dtype), tree),
+                out_shardings=self.model.trained(self.shardings.params),
+            )
+            weights = self.model.whole(weights, cast(trained))
+        return dataclasses.replace(made, params=weights)
+
+    def abstract_weights(self) -> PyTree:
+        """What `start` takes: fp32 where the state has masters of them, else as the state stores parameters."""
+        params = self.abstract_state().params
+        if not self.plan.precision.has_master:
+            return params
+        wide = jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), self.model.trained(params)
+        )
+        return self.model.whole(params, wide)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. `state` is donated: use the returned one. Metrics are on devices: reading one waits
@@ -207,6 +236,11 @@ def build(
         batch_sharding=batch_sharding,
         _init=jax.jit(
             functools.partial(init_state, model, tx, plan), out_shardings=shardings, compiler_options=options
+        ),
+        _start=jax.jit(
+            lambda weights, key: dataclasses.replace(start_state(model, tx, plan, weights, key), params=None),
+            out_shardings=dataclasses.replace(shardings, params=None),
+            compiler_options=options,
         ),
         _step=jax.jit(
             make_step(model, tx, plan, mesh, objective),

@@ -21,10 +21,11 @@ import numpy as np
 
 from meshpar.interfaces import Batch
 from meshpar.layout.rules import did_you_mean
+from meshpar.train.chat import open_chat
 from meshpar.train.corpus import parse_sources
 from meshpar.train.rows import Rows, join_rows, make_rows
 from meshpar.train.token_cache import TokenStream, cached_tokens, default_root, join_streams, load_stream
-from meshpar.train.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from meshpar.train.tokenizer import Tokenizer, check_tokenizer, is_trained, load_tokenizer
 
 # Grain finds a row's place without the others', in 5 microseconds; of so few that takes up to a thousand times as long.
 _FEW = 4096
@@ -41,6 +42,9 @@ class DataConfig:
     tokenizer: str = "bpe:4096"  # "bytes", "bpe:N" (trained on the training split) or the path of a tokenizer.json
     seq: int = 256  # tokens in a row; every one of them predicts the next
     packed: bool = False  # False: windows over the stream of documents; True: whole documents, told apart (see rows.py)
+    # the source is conversations (see chat.py), written by a chat template, and only answers are learned
+    chat: bool = False
+    chat_template: str = ""  # a file of Jinja; empty: what stands beside the tokenizer
     seed: int = 0  # of the shuffle
     shuffle: bool = True  # a new permutation of the rows each epoch; False: rows in corpus order, every epoch alike
     validation_fraction: float = 0.05  # at most this share of the bytes, by whole documents, is never trained on
@@ -52,6 +56,12 @@ class DataConfig:
         _at_least("seq", self.seq, 1)
         _at_least("seed", self.seed, 0)
         _at_least("prefetch", self.prefetch, 0)
+        if self.chat and not self.packed:
+            raise ValueError("data.chat=true keeps conversations apart, which windows do not; set data.packed=true too")
+        if self.chat and is_trained(self.tokenizer):
+            raise ValueError(
+                f"data.chat=true with data.tokenizer={self.tokenizer} has no template; name a model's tokenizer.json"
+            )
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction={self.validation_fraction} must lie between 0 and 1; try 0.05")
 
@@ -104,6 +114,8 @@ def open_dataset(config: DataConfig, *, cache: Path | None = None, progress: boo
     Raises:
       ValueError: a source or the tokenizer is not known, or there is no text.
     """
+    if config.chat:
+        return open_chat(config)
     shares = parse_sources(config.source)
     folders = cached_tokens(
         list(shares),

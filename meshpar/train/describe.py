@@ -46,7 +46,9 @@ def describe_state(model: Model, tx: optax.GradientTransformation, plan: Plan) -
     counters = {"step": state.step, "updates": state.updates, "key": state.key, "scale": state.scale}
     return {
         "params": describe(layouts.params, model.axes, state.params, mesh),
-        "master": [] if state.master is None else describe(layouts.optimizer, model.axes, state.master, mesh),
+        "master": []
+        if state.master is None
+        else describe(layouts.optimizer, model.trained(model.axes), state.master, mesh),
         "optimizer": [
             of_optimizer(path_name(path), leaf, sharding)
             for (path, leaf), sharding in zip(

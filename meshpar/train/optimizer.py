@@ -130,8 +130,8 @@ def decayed(params: PyTree) -> PyTree:
 
 
 def matrices(model: Model) -> PyTree:
-    """For each parameter of `model` the dims of the matrix that Muon orthogonalises, each layer and expert by itself:
-    `embed` against all others; None for what is no matrix of a layer (tables, head, norms, biases).
+    """For each trained parameter of `model` the dims of the matrix that Muon orthogonalises, each layer and expert by
+    itself: `embed` against all others; None for what is no matrix of a layer (tables, head, norms, biases).
     """
 
     def one(path: str, leaf: Any, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
@@ -140,4 +140,4 @@ def matrices(model: Model) -> PyTree:
             return None
         return optax.contrib.MuonDimensionNumbers(reduction_axis=(axes.index("embed"),), output_axis=others)
 
-    return map_leaves(one, model.shapes, model.axes)
+    return map_leaves(one, model.trained(model.shapes), model.trained(model.axes))

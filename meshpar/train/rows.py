@@ -11,7 +11,8 @@ at or past the end is a row of padding. Targets are shifted here, before a row i
   side, numbered 1, 2, ... in `segments`, and `positions` restart in each. A piece sees no other, so a long document is
   read as several short ones. Every token of every document appears exactly once. The last token of a document, its
   `eod`, has weight 0 and target `eod`: what follows is another document. The last token of a piece that was cut keeps
-  its target, which is of the same document.
+  its target, which is of the same document. Where a stream says which tokens are to be learned, all other targets have
+  weight 0.
 
 Padding is token and target `eod`, weight 0, segment 0, position 0.
 """
@@ -159,12 +160,18 @@ class _Packed:
             return array
 
         tokens = stream.tokens[places]
-        ends_document = tokens == eod  # no text has this token
-        targets = np.where(ends_document, eod, stream.tokens[np.minimum(places + 1, len(stream.tokens) - 1)])
+        following = np.minimum(places + 1, len(stream.tokens) - 1)
+        if stream.learned is None:
+            ends_document = tokens == eod  # no text has this token
+            counts = ~ends_document
+        else:
+            ends_document = np.isin(places + 1, stream.offsets)
+            counts = stream.learned[following] & ~ends_document
+        targets = np.where(ends_document, eod, stream.tokens[following])
         return _batch(
             tokens=fill(tokens, eod, np.int32),
             targets=fill(targets, eod, np.int32),
-            weights=fill(~ends_document, 0, np.float32),
+            weights=fill(counts, 0, np.float32),
             segments=fill(np.repeat(p.segments[piece], lengths), 0, np.int32),
             positions=fill(positions, 0, np.int32),
         )

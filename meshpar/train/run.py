@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from meshpar.plan import Plan
 from meshpar.train.data import DataConfig
+from meshpar.train.lora import Lora
 from meshpar.train.optimizer import OptimizerConfig
 from meshpar.train.profile import parse_steps
 from meshpar.train.step import Objective
@@ -82,3 +83,13 @@ class Recipe:
     optimizer: OptimizerConfig
     train: RunConfig
     objective: Objective = Objective()
+    # what training starts from: a folder of Hugging Face or a GGUF file; none: parameters drawn from train.seed
+    weights: str | None = None
+    # adapters to train instead of the weights; none: the weights themselves
+    lora: Lora | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.weights is None:
+            raise ValueError(
+                f"lora.rank={self.lora.rank} adapts weights, and weights is none; set weights to a folder of theirs"
+            )

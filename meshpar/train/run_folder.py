@@ -24,7 +24,7 @@ from meshpar.train.values import to_json
 Resume = Literal["auto", "always", "never"]
 
 # What parameters, optimizer state and the order of the batches depend on: a resumed run must keep it.
-_FIXED = ("model.", "data.", "optimizer.name", "optimizer.momentum", "train.batch", "train.seed")
+_FIXED = ("model.", "weights", "lora", "data.", "optimizer.name", "optimizer.momentum", "train.batch", "train.seed")
 _FREE = ("data.prefetch",)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 

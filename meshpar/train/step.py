@@ -92,8 +92,8 @@ def gradients(
     key: jax.Array | None,
     scale: jax.Array | None = None,
 ) -> tuple[PyTree, Metrics]:
-    """Raw gradients of the mean loss per token of the global batch, times `scale`, in the gradient layout, and the sums
-    of `loss_sums`.
+    """Raw gradients of the mean loss per token of the global batch for the trained parameters, times `scale`, in the
+    gradient layout, and the sums of `loss_sums`.
 
     Over the axes of `Plan.reduced_apart` each device first computes what its own rows give, all microbatches of them.
     """
@@ -114,7 +114,7 @@ def gradients(
         model.axes,
     )
     left = jax.tree.map(  # what the gradient of a weight is still to be summed over
-        lambda block: tuple(axis for axis in apart if not dims_over(block, frozenset({axis}))), blocks
+        lambda block: tuple(axis for axis in apart if not dims_over(block, frozenset({axis}))), model.trained(blocks)
     )
 
     def of_own_rows(params: PyTree, batch: Batch, divisor: jax.Array, key: jax.Array | None) -> PyTree:
@@ -126,7 +126,10 @@ def gradients(
         of_own_rows,
         mesh=mesh,
         in_specs=(blocks, own, whole, whole),
-        out_specs=(jax.tree.map(lambda block, axes: PartitionSpec(axes or None, *block), blocks, left), own),
+        out_specs=(
+            jax.tree.map(lambda block, axes: PartitionSpec(axes or None, *block), model.trained(blocks), left),
+            own,
+        ),
         axis_names=set(apart),
         check_vma=False,  # else the gradient of a whole parameter is summed over the axes in each microbatch
     )(params, batch, divisor, key)
@@ -140,14 +143,16 @@ def _of_rows(
 ) -> tuple[PyTree, Metrics]:
     """Gradients and sums of some rows; `divisor` is the tokens of the global batch over the loss scale."""
 
+    model = forward.model
+
     def of_microbatch(microbatch: Batch, index: Any) -> tuple[PyTree, Metrics]:
         micro_key = None if key is None else jax.random.fold_in(key, index)
 
-        def mean_loss(params: PyTree) -> tuple[jax.Array, Metrics]:
-            sums = loss_sums(forward, objective, params, microbatch, micro_key)
+        def mean_loss(trained: PyTree) -> tuple[jax.Array, Metrics]:
+            sums = loss_sums(forward, objective, model.whole(params, trained), microbatch, micro_key)
             return sums["loss"] / divisor, sums
 
-        return jax.grad(mean_loss, has_aux=True)(params)
+        return jax.grad(mean_loss, has_aux=True)(model.trained(params))
 
     into_layout = functools.partial(
         _into, "gradients", forward.plan.layouts().grads, forward.model, forward.mesh, manual_axes=forward.manual_axes
@@ -180,14 +185,14 @@ def make_step(
             grads = jax.tree.map(lambda g: g * factor, grads)
         # The update runs where the moments lie: with ZeRO 1-3 each device updates its part, then the parameters go back
         # to their own layout.
-        weights = state.params if state.master is None else state.master
+        weights = model.trained(state.params) if state.master is None else state.master
         # optax mixes dtypes where a strict caller may not
         with jax.named_scope("optimizer"), jax.numpy_dtype_promotion("standard"):
             updates, opt_state = tx.update(grads, state.opt_state, weights)
             weights = optax.apply_updates(weights, updates)
         weights = _into("optimizer", layouts.optimizer, model, mesh, weights)
         cast = jax.tree.map(lambda w: w.astype(plan.precision.param_dtype), weights)
-        params = _into("parameters", layouts.params, model, mesh, cast)
+        params = model.whole(state.params, _into("parameters", layouts.params, model, mesh, cast))
         tokens = jnp.where(sums["tokens"] > 0, sums["tokens"], 1.0)
         metrics = {name: value / tokens for name, value in sums.items() if name != "tokens"}
         metrics |= {"tokens": sums["tokens"], "grad_norm": norm, "data": checksum(batch.tokens)}
@@ -225,11 +230,13 @@ def checksum(tokens: jax.Array) -> jax.Array:
 def _into(
     scope: str, layout: Layout, model: Model, mesh: Mesh, tree: PyTree, manual_axes: frozenset[str] = frozenset()
 ) -> PyTree:
-    """A tree of the parameters' shapes in a layout; `scope` names what moves for that, before the path of the leaf."""
+    """A tree of the trained parameters' shapes in a layout; `scope` names what moves for that, before the path of the
+    leaf.
+    """
 
     def one(path: str, leaf: jax.Array, axes: Axes) -> jax.Array:
         spec = place(layout, axes, leaf.shape, mesh, path=path, manual_axes=manual_axes).spec
         with jax.named_scope(f"{scope}/{path}"):
             return split_as(leaf, spec, mesh, manual_axes)
 
-    return map_leaves(one, tree, model.axes)
+    return map_leaves(one, tree, model.trained(model.axes))

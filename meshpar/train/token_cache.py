@@ -50,6 +50,9 @@ class TokenStream:
     tokens: np.ndarray  # uint16 or uint32 [tokens], memory-mapped; every document ends with eod
     offsets: np.ndarray  # int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]]
     eod: int
+    # bool [tokens]: which are to be learned, as of answers in conversations, whose documents may end with any token;
+    # None: all
+    learned: np.ndarray | None = None
 
 
 def default_root() -> Path:
@@ -119,7 +122,13 @@ def join_streams(streams: Sequence[TokenStream]) -> TokenStream:
     begins = np.cumsum([0, *(len(stream.tokens) for stream in streams)])
     offsets = [stream.offsets[1:] + begin for stream, begin in zip(streams, begins[:-1], strict=True)]
     tokens = np.concatenate([stream.tokens for stream in streams])
-    return TokenStream(tokens=tokens, offsets=np.concatenate([[0], *offsets]), eod=streams[0].eod)
+    learned = [stream.learned for stream in streams if stream.learned is not None]
+    return TokenStream(
+        tokens=tokens,
+        offsets=np.concatenate([[0], *offsets]),
+        eod=streams[0].eod,
+        learned=np.concatenate(learned) if learned else None,
+    )
 
 
 _Report = Callable[[str, int, int], None]  # what is being done, bytes of text done, of how many (0: not known)

@@ -96,6 +96,11 @@ class BpeTokenizer:
         self.vocab = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
         self._dtype = np.uint16 if self.vocab <= 2**16 else np.uint32
 
+    @property
+    def pipeline(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the package; not to be changed."""
+        return self._tokenizer
+
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, self._dtype)
 

@@ -19,7 +19,8 @@ import jax
 import pytest
 from safetensors import safe_open
 
-from experiments.train_lm import main, perplexity
+from experiments.results import perplexity
+from experiments.train_lm import main
 from meshpar.checkpoint.manager import Checkpoints
 from meshpar.mesh.distributed import Cluster
 from meshpar.train.metrics import JsonLines
