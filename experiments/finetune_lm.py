@@ -29,6 +29,7 @@ from experiments.results import perplexity
 from experiments.train_lm import run_or_tell
 
 SEQ, BATCH, NEW_TOKENS = 128, 8, 16
+EVAL_BATCHES = 16  # at the end too: a text may be long, and a pass over what is held out longer than the training
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,7 +95,7 @@ def recipe_of(options: argparse.Namespace) -> Any:
         ),
         # A tenth of the rate of pretraining, soon warm, and no decay: the weights are to stay near where they were.
         optimizer=OptimizerConfig(lr=lr, warmup=min(10, options.steps // 10), weight_decay=0.0),
-        train=RunConfig(steps=options.steps, batch=BATCH),
+        train=RunConfig(steps=options.steps, batch=BATCH, final_eval_batches=EVAL_BATCHES),
         weights=str(weights),
         lora=None if options.lora is None else Lora(),
     )

@@ -1,14 +1,17 @@
-"""Continues text with a model that `experiments.train_lm` left behind.
+"""Continues text with a model that `experiments.train_lm` left behind, or with pretrained weights.
 
     python -m experiments.generate --run runs/long --prompt "def "
     python -m experiments.generate --run runs/long --prompt "class A" --prompt "import " --temperature 0
     python -m experiments.generate --run runs/long --prompts prompts.txt --new-tokens 256 --top-p 0.95 --out texts.jsonl
     python -m experiments.generate --run runs/long --set mesh="data=2 tensor=2" --top-k 40 --seed 7
+    python -m experiments.generate --weights smollm2 --prompt "The capital of France is" --temperature 0
+    python -m experiments.generate --weights ~/models/Qwen2.5-0.5B-Instruct --chat --prompt "What is a mesh?"
 
-Of the run folder it reads config.json, weights.safetensors and tokenizer.json. One prompt is written to the terminal as
-it comes, several when they are done. Without a prompt it begins a document. A text ends with the end-of-document token,
-unless --go-on. The plan is that of one device with the precision of the run; --set changes it as in train_lm, whatever
-the run was trained on. Times at the end are without compilation.
+Of a run folder it reads config.json, weights.safetensors and tokenizer.json; --weights names what finetune_lm takes.
+With --chat each prompt is what a user says, written with the model's chat template, and only the answer is shown. One
+prompt is written to the terminal as it comes, several when they are done. Without a prompt it begins a document. A text
+ends with a token that ends a document or an answer, unless --go-on. The plan is that of one device, with the precision
+of the run; --set changes it as in train_lm, whatever the model was trained on. Times at the end do not count compiling.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.arguments import add_set
+from experiments.pretrained import find_tokenizer, find_weights
 
 NEW_TOKENS = 128
 
@@ -35,9 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="a run folder of train_lm")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--run", type=Path, metavar="FOLDER", help="a run folder of train_lm")
+    model.add_argument("--weights", help="a folder of Hugging Face, a GGUF file, or smollm2")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat for more")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line")
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says; needs --weights")
     parser.add_argument(
         "--new-tokens",
         type=int,
@@ -67,6 +74,8 @@ class Source:
     config: Any  # a family's config: build(rngs), vocab, max_seq
     tokenizer: Any
     plan: Any
+    stop: tuple[int, ...]  # what ends a text
+    template: Any  # of conversations; None: not asked for
     read: Callable[[Any], Any]  # arrays with shapes, dtypes and shardings -> the parameters
 
 
@@ -100,7 +109,34 @@ def from_run(folder: Path, overrides: Sequence[str]) -> Source:
         config=recipe.model,
         tokenizer=load_tokenizer(folder),
         plan=recipe.plan,
+        stop=(),
+        template=None,
         read=lambda target: load_weights(weights, target),
+    )
+
+
+def from_weights(name: str, overrides: Sequence[str], *, chat: bool) -> Source:
+    """A model of others.
+
+    Raises:
+      ValueError: the weights are not there or damaged, have no tokenizer, or with `chat` no chat template.
+    """
+    from meshpar.hf.folder import open_hf
+    from meshpar.plan import Plan
+    from meshpar.train.chat import load_template
+    from meshpar.train.recipe import apply_overrides
+    from meshpar.train.tokenizer import load_tokenizer
+
+    plan = apply_overrides(Plan(), overrides)
+    weights = find_weights(name)
+    pretrained, tokenizer = open_hf(weights), find_tokenizer(weights)
+    return Source(
+        config=pretrained.config,
+        tokenizer=load_tokenizer(tokenizer),
+        plan=plan,
+        stop=pretrained.stop,
+        template=load_template(tokenizer) if chat else None,
+        read=pretrained.load,
     )
 
 
@@ -114,10 +150,16 @@ def run(options: argparse.Namespace) -> int:
     from meshpar.module import abstract
 
     join()
-    source = from_run(options.run, options.overrides)
+    if options.run is not None:
+        if options.chat:
+            raise ValueError("--chat takes the chat template of --weights; the one of a fine-tuned run is in RUN/hf")
+        source = from_run(options.run, options.overrides)
+    else:
+        source = from_weights(options.weights, options.overrides, chat=options.chat)
     tokenizer, longest = source.tokenizer, source.config.max_seq
     texts = texts_of(options)
-    prompts = [tokenizer.encode(text).tolist() or [tokenizer.eod] for text in texts]
+    prompts = [prompt_of(source, text) for text in texts]
+    shown_from = [len(prompt) if options.chat else 0 for prompt in prompts]
     model = abstract(source.config.build, source.config)
     check_prompts(model, prompts)
     room = longest - max(map(len, prompts))
@@ -136,7 +178,7 @@ def run(options: argparse.Namespace) -> int:
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-        stop=() if options.go_on or tokenizer.eod >= source.config.vocab else (tokenizer.eod,),
+        stop=() if options.go_on else tuple(t for t in {tokenizer.eod, *source.stop} if t < source.config.vocab),
     )
     devices = choose_devices(source.plan.mesh, options.devices)
     plan = source.plan.on(len(devices))
@@ -156,10 +198,13 @@ def run(options: argparse.Namespace) -> int:
             clock.compiling += time.perf_counter() - begun
         streamed = clock.timed(part, generator.stream(params, part, new_tokens=new, sampling=sampling))
         if len(prompts) == 1 and is_first():
-            streamed = write_as_it_comes(tokenizer, prompts[0], streamed)
+            streamed = write_as_it_comes(tokenizer, [] if options.chat else prompts[0], streamed)
         rows += collected(part, streamed)
     if is_first():
-        found = [tokenizer.decode(token for token in row if token < tokenizer.vocab) for row in rows]
+        found = [
+            tokenizer.decode(token for token in row[begin:] if token < tokenizer.vocab)
+            for row, begin in zip(rows, shown_from, strict=True)
+        ]
         if len(prompts) > 1:
             print("\n----\n".join(found))
         if options.out:
@@ -169,6 +214,15 @@ def run(options: argparse.Namespace) -> int:
             )
         print(f"\n{clock.text()}", file=sys.stderr)
     return 0
+
+
+def prompt_of(source: Source, text: str) -> list[int]:
+    """Tokens to continue."""
+    from meshpar.train.chat import encode_prompt
+
+    if source.template is not None:
+        return encode_prompt(source.template, source.tokenizer, [{"role": "user", "content": text}])
+    return source.tokenizer.encode(text).tolist() or [source.tokenizer.eod]
 
 
 def texts_of(options: argparse.Namespace) -> list[str]:

@@ -25,6 +25,7 @@ from meshpar.plan import Plan
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
 # What belongs to a model beside its weights, and is copied with it.
 COMPANIONS = (
     TOKENIZER,
@@ -35,7 +36,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, which our configs do not have
 
@@ -76,6 +77,21 @@ class Pretrained:
     def token_ids(self) -> dict[str, Any]:
         """The ids of special tokens in config.json, where it has them."""
         return {key: self.values.get(key) for key in TOKEN_IDS if self.values.get(key) is not None}
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The tokens that end a text: `eos_token_id` of config.json, and of generation_config.json where there is one,
+        which in models that were trained on conversations has more of them.
+
+        Raises:
+          ValueError: generation_config.json cannot be read.
+        """
+        named = [self.values.get("eos_token_id")]
+        file = self.path / GENERATION
+        if file.is_file():
+            named.append(read_values(file).get("eos_token_id"))
+        listed = [ids if isinstance(ids, list) else [ids] for ids in named if ids is not None]
+        return tuple(dict.fromkeys(int(token) for ids in listed for token in ids))
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ import numpy as np
 from meshpar.layout.rules import did_you_mean
 from meshpar.train.corpus import find_corpus, parse_sources
 from meshpar.train.token_cache import TokenStream
-from meshpar.train.tokenizer import load_tokenizer
+from meshpar.train.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -207,6 +207,16 @@ class Encoded:
     learned: np.ndarray  # bool [tokens]: whether a token is of an answer
 
 
+def encode_prompt(template: ChatTemplate, tokenizer: Tokenizer, messages: Messages) -> list[int]:
+    """Tokens of messages and of what stands before the answer, for generation.
+
+    Raises:
+      ValueError: the template refuses them, or the tokenizer has no special tokens.
+    """
+    text = template.render(messages, prompt=True)
+    return list(with_special_tokens(tokenizer).encode(text, add_special_tokens=False).ids)
+
+
 def encode(template: ChatTemplate, tokenizer: tokenizers.Tokenizer, messages: Messages) -> Encoded:
     """Tokens of a conversation. A special token that a message spells is that token, as in transformers.
 
@@ -236,7 +246,7 @@ def open_chat(config: DataConfig) -> Dataset:
 
     path = Path(config.tokenizer).expanduser()
     template, tokenizer = load_template(path, config.chat_template), load_tokenizer(path)
-    pipeline = _with_special_tokens(tokenizer)
+    pipeline = with_special_tokens(tokenizer)
     sources = []
     for name, share in parse_sources(config.source).items():
         kept, seen = [], set()
@@ -266,13 +276,13 @@ def open_chat(config: DataConfig) -> Dataset:
     return Dataset(config=config, tokenizer=tokenizer, sources=tuple(sources))
 
 
-def _with_special_tokens(tokenizer: Any) -> tokenizers.Tokenizer:
+def with_special_tokens(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """A copy of the pipeline that reads special tokens in a text as such, which a run's tokenizer never does."""
     import tokenizers
 
     pipeline = getattr(tokenizer, "pipeline", None)
     if pipeline is None:
-        raise ValueError("data.tokenizer=bytes has no special tokens to tell messages apart; name a tokenizer.json")
+        raise ValueError("the tokenizer of bytes has no special tokens to tell messages apart; name a tokenizer.json")
     copy = tokenizers.Tokenizer.from_str(pipeline.to_str())
     copy.encode_special_tokens = False
     return copy

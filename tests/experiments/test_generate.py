@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.generate import main, write_as_it_comes
@@ -17,10 +19,12 @@ from meshpar.plan import Plan
 from meshpar.train.data import DataConfig
 from meshpar.train.optimizer import OptimizerConfig
 from meshpar.train.run import Recipe, RunConfig
-from meshpar.train.tokenizer import ByteTokenizer
+from meshpar.train.tokenizer import ByteTokenizer, load_tokenizer
 from meshpar.train.values import to_json
 from tests.conformance.runs import FP32, LLAMA
+from tests.experiments.pretrained import make_folder
 from tests.generate.runs import likeliest, params_of
+from tests.hf.fixtures import load, logits
 
 CONFIG = dataclasses.replace(LLAMA, vocab=257)
 REPOSITORY = Path(__file__).parents[2]
@@ -96,6 +100,7 @@ def test_half_a_character_waits_for_its_other_half(capsys: pytest.CaptureFixture
         (["--batch", "0"], "--batch 0"),
         (["--prompts", "nowhere.txt"], "--prompts nowhere.txt cannot be read"),
         (["--run", "nowhere"], "there is no nowhere/config.json; name the folder of a run"),
+        (["--chat"], "--chat takes the chat template of --weights"),
     ],
 )
 def test_a_bad_value_is_one_sentence(
@@ -105,6 +110,41 @@ def test_a_bad_value_is_one_sentence(
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
+
+
+def test_weights_of_others_are_continued_and_a_chat_template_asks_for_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("jinja2", reason='pip install -e ".[chat]"')
+    monkeypatch.setenv("MESHPAR_CACHE", str(tmp_path / "cache"))
+    weights = make_folder(tmp_path / "model", extra=("<|user|>", "<|answer|>"))
+    words = ["--weights", str(weights), "--prompt", "a b", "--new-tokens", "5", "--temperature", "0", "--go-on"]
+    words += ["--set", "precision.compute=fp32", "--out", str(tmp_path / "out.jsonl")]
+    loaded, tokenizer = load(weights), load_tokenizer(weights)
+
+    def expected(tokens: list[int]) -> list[int]:
+        for _ in range(5):
+            tokens = [*tokens, int(logits(loaded, np.array([tokens]))[0, -1].argmax())]
+        return tokens
+
+    def written() -> Any:
+        return json.loads((tmp_path / "out.jsonl").read_text())
+
+    assert main(words) == 0
+    assert written()["tokens"] == expected(tokenizer.encode("a b").tolist())
+    assert main([*words, "--chat"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+    (weights / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|answer|>{% endif %}"
+    )
+    assert main([*words, "--chat"]) == 0
+    row = expected([1, *tokenizer.encode("a b").tolist(), 2])  # <|user|> and <|answer|> as the tokens that they are
+    assert written()["tokens"] == row
+    assert written()["text"] == tokenizer.decode(row[5:])
+    (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": [row[6], 0]}))
+    words.remove("--go-on")
+    assert main([*words, "--chat"]) == 0
+    assert written()["tokens"] == row[: row.index(row[6], 5) + 1]
 
 
 @pytest.mark.slow

@@ -1,19 +1,29 @@
-"""Models of transformers give the same logits here, on any mesh, and are the same bytes when they are written back."""
+"""Models of transformers give the same logits and gradients here, on any mesh, and are written back byte for byte."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from meshpar.hf.folder import save_hf
+from meshpar.hf.folder import open_hf, save_hf
+from meshpar.hf.mapping import load as load_tensors
+from meshpar.hf.safetensors import read_file
 from meshpar.hf.values import Values
+from meshpar.interfaces import Batch
+from meshpar.module import abstract
+from meshpar.testing.compare import assert_trees_close
+from meshpar.train.build import build
+from meshpar.train.step import Objective
 from models.nn.rope import frequencies
 from models.nn.rope_hf import read_rope
+from tests.conformance.runs import recording_sgd
 from tests.hf.fixtures import FOLDER, NAMES, load, loaded, logits, outputs
 
 FREQUENCIES: dict[str, Any] = json.loads((FOLDER / "frequencies.json").read_text())
@@ -31,6 +41,35 @@ def test_logits_are_those_of_transformers(name: str, mesh: str) -> None:
     expected = outputs(name)
     found = logits(loaded(name, mesh), expected["tokens"])
     np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)
+
+
+# c47: a wrong scale or a term left out may hardly move logits, and gradients many times over
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_transformers(name: str) -> None:
+    tokens = outputs(name)["tokens"]
+    source, ours = open_hf(FOLDER / name), loaded(name, "data=2 tensor=2")
+    config = dataclasses.replace(ours.config, dropout=0.0) if name == "gpt2" else ours.config
+    training = build(
+        abstract(config.build, config),
+        recording_sgd(0.1),
+        ours.plan,
+        batch=len(tokens),
+        seq=tokens.shape[1],
+        objective=Objective(clip_norm=None),
+        devices=list(ours.mesh.devices.flat),
+    )
+    weights = np.ones(tokens.shape, np.float32)
+    weights[:, -1] = 0
+    batch = Batch(tokens=tokens, targets=np.roll(tokens, -1, axis=1), weights=weights)
+    state, _ = training.step(training.start(source.load(training.abstract_weights())), training.place(batch))
+    theirs = load_tensors(
+        source.weights, read_file(FOLDER / name / "gradients.safetensors"), jax.tree.map(describe, state.opt_state)
+    )
+    assert_trees_close(jax.device_get(state.opt_state), jax.device_get(theirs))
+
+
+def describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 @pytest.mark.parametrize("name", NAMES)
