@@ -285,29 +285,34 @@ def train(job: Job) -> int:
         for line in lines.rewind(job.done, drop=is_last_validation):
             losses |= {line["step"]: line["loss"]} if "loss" in line else {}
             validation |= {line["step"]: line["validation_loss"]} if "validation_loss" in line else {}
-        with progress, watchdog, profile, Stop(in_flight(training)) as stop:
-            state = fit(
-                training, state, batches, start=job.done, steps=config.steps, hooks=hooks, stop=stop, clock=clock
-            )
-            step, metric = int(state.step), None
-            if step == config.steps:
+        with progress, watchdog, profile:
+            with Stop(in_flight(training)) as stop:
+                state = fit(
+                    training, state, batches, start=job.done, steps=config.steps, hooks=hooks, stop=stop, clock=clock
+                )
+                step, metric = int(state.step), None
+                if step == config.steps and config.keep_best:  # of the rows that those before it were compared by
+                    with clock.during("evaluation"):
+                        metric = loss_of(state.params, config.eval_batches)
+                if step > saved:
+                    with clock.during("checkpoints"):
+                        save(step, state, metric)
+                        job.checkpoints.wait()
+            if step == config.steps:  # all is saved: a signal may now end the process, however long this takes
                 with clock.during("evaluation"):
                     progress.log("evaluating on the validation split")
-                    if config.keep_best:  # of the rows that those before it were compared by
-                        metric = loss_of(state.params, config.eval_batches)
                     validate(step, state.params, config.final_eval_batches or None)
-            if step > saved:
-                with clock.during("checkpoints"):
-                    save(step, state, metric)
-                    job.checkpoints.wait()
         if step < config.steps:
             progress.log(f"stopped by a signal after step {step} of {config.steps}; go on with --out {out}")
             return STOPPED
 
         with clock.during("results"):
             if config.export != "none":
+                progress.log("writing the weights")
                 for note in leave_weights(job, state, about):
                     progress.log(note)
+            if config.sample_tokens or job.look is not None:
+                progress.log("sampling")
             texts = sample_texts(job, state.params) if config.sample_tokens else []
             looked = job.look(training, dataset.tokenizer, state.params) if job.look is not None else ""
             compared = is_first() and not recipe.data.chat  # of answers alone they have no losses

@@ -561,6 +561,24 @@ def test_a_run_that_goes_on_has_no_summary_before_it_ends(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+def test_a_signal_during_the_last_evaluation_ends_the_run_and_loses_no_step(
+    text: Path, tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    def signalled(*_: Any, limit: int | None, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    shutil.copytree(finished.folder, tmp_path / "run")
+    again = [*arguments(text, train__steps=8), "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr("meshpar.train.data.validation_batches", signalled)
+        assert main(again) == 130
+    assert (tmp_path / "run" / "checkpoints" / "8").is_dir()
+    capsys.readouterr()
+    assert main(again) == 0
+    assert "step 8/8  loss" not in capsys.readouterr().out  # no step is left
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 8
+
+
 def test_resuming_without_a_checkpoint_is_one_sentence(text: Path, tmp_path: Path, capsys: Capsys) -> None:
     sentence = refused([*arguments(text), "--out", str(tmp_path / "run"), "--resume", "always"], capsys)
     assert "holds no checkpoint; leave --resume out to start there" in sentence
