@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.checkpoint import arrays, commit
+from meshpar.checkpoint import arrays, commit, manager
 from meshpar.checkpoint.manager import Checkpoints, SaveError
 from tests.checkpoint.damage import flip, truncate
 
@@ -71,6 +72,32 @@ def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
     made = Checkpoints(tmp_path / "checkpoints", keep=3)
     yield made
     made.close()
+
+
+def test_all_of_a_save_is_on_the_disk_before_it_has_its_name(
+    checkpoints: Checkpoints, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename may outlast a loss of power that the contents of a file do not."""
+    synced: set[int] = set()
+    before_the_name: list[set[int]] = []
+    fsync, put_in_place = os.fsync, manager.put_in_place
+
+    def sync(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def name(final: Path) -> None:
+        before_the_name.append(set(synced))
+        put_in_place(final)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(manager, "put_in_place", name)
+    save_and_wait(checkpoints, 5, state(mesh))
+    folder = checkpoints.folder / "5"
+    inodes = {path.stat().st_ino for path in (folder, *folder.rglob("*"))}
+    assert len(inodes) > 5
+    assert inodes <= before_the_name[0]
+    assert checkpoints.folder.stat().st_ino in synced - before_the_name[0]
 
 
 def test_a_restored_state_equals_the_saved_one_bit_by_bit(checkpoints: Checkpoints, mesh: Mesh) -> None:

@@ -8,11 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 pytest.importorskip("jinja2", reason='pip install -e ".[chat]"')
 
-from meshpar.train.chat import ChatTemplate, load_template, read_conversations
+from meshpar.train.chat import (
+    ChatTemplate,
+    encode,
+    encode_prompt,
+    load_template,
+    read_conversations,
+    with_special_tokens,
+)
 from meshpar.train.data import DataConfig, Dataset, open_dataset, train_batches, validation_batches
+from meshpar.train.tokenizer import load_tokenizer
 from tests.experiments.pretrained import make_tokenizer
 
 CHATML = Path(__file__).parents[1] / "fixtures" / "chatml.jinja"  # SmolLM2-135M-Instruct's
@@ -110,6 +119,20 @@ def test_only_answers_have_weights_and_conversations_do_not_see_each_other(tmp_p
         assert set(np.unique(weights)) <= {0.0, 1.0}
     expected = {f"say {'abcdefghi'[n] * 3}<|im_end|>\n" for n in range(9)}
     assert set(learned) == {*expected, "devices with names<|im_end|>\none of them<|im_end|>\n"}
+
+
+def test_what_a_tokenizer_puts_around_a_text_is_left_to_the_template(tmp_path: Path) -> None:
+    """As a tokenizer that begins each text with a token, which a template writes itself."""
+    tokenizer = make_tokenizer(SPECIAL)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert tokenizer.encode("a").ids[0] == 0
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    encoded = encode(template(), with_special_tokens(loaded), TURNS)
+    assert encoded.tokens[0] == encode_prompt(template(), loaded, TURNS[:2])[0] == 1
+    assert not np.isin(0, encoded.tokens)
 
 
 def test_splits_share_no_conversation_and_repeats_are_dropped(tmp_path: Path) -> None:

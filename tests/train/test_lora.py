@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from meshpar.precision.policy import Policy
 from meshpar.train.build import build
 from meshpar.train.describe import describe_state, persistent_bytes
 from meshpar.train.lora import Lora, adapt, merge, with_fresh_adapters
+from meshpar.train.optimizer import Name, OptimizerConfig
 from meshpar.train.peft import NoPeftForm, load_adapter, save_adapter
 from tests.conformance.runs import GPT, LLAMA, batch_of, model_of
 from tests.hf.fixtures import FOLDER
@@ -93,6 +95,18 @@ def test_the_base_has_neither_masters_nor_moments_and_is_stored_as_it_is_used() 
     assert sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: state_of(small, copy)).master)) == trained
 
 
+@pytest.mark.parametrize("name", get_args(Name))
+def test_every_optimizer_updates_adapters_alone(name: Name) -> None:
+    small = adapt(model_of(LLAMA), Lora(rank=2))
+    tx = OptimizerConfig(name=name).make(10, small)
+    trained = small.trained(small.init(jax.random.key(0)))
+    with jax.numpy_dtype_promotion("standard"):  # as in the step
+        updates, _ = tx.update(jax.tree.map(jnp.ones_like, trained), tx.init(trained), trained)
+    assert jax.tree.structure(updates) == jax.tree.structure(trained)
+    rows = describe_state(small, tx, Plan(precision=Policy(compute="bf16")))
+    assert not [row.path for row in rows["optimizer"] if row.path.endswith("kernel")]
+
+
 def state_of(model: Model, plan: Plan) -> object:
     from meshpar.train.state import init_state
 
@@ -119,6 +133,8 @@ def test_masters_start_from_the_adapters_and_a_step_moves_them_alone() -> None:
         model.untrained(training.abstract_weights()),
     )
     state = training.start(with_fresh_adapters(training, base, 0))
+    described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
+    assert described == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), training.abstract_state())
     assert state.params["blocks"]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
     assert state.master["blocks"]["mlp"]["up"]["lora_a"].dtype == jnp.float32
     before = jax.device_get(state.params)
