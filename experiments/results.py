@@ -35,11 +35,11 @@ def _merged(job: Job, adapters: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from meshpar.train.lora import merge
+    from meshpar.train.lora import merge_adapters
 
     frozen = job.training.model.untrained(job.training.abstract_weights())
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), frozen)
-    return merge(job.source.load(target), adapters, job.recipe.lora)
+    return merge_adapters(job.source.load(target), adapters, job.recipe.lora)
 
 
 def _leave_adapter(job: Job, adapters: Any, dtype: str) -> list[str]:

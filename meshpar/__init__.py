@@ -48,9 +48,16 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from meshpar.train.data import validation_batches as validation_batches
     from meshpar.train.describe import describe_state as describe_state
     from meshpar.train.describe import persistent_bytes as persistent_bytes
+    from meshpar.train.lora import Lora as Lora
+    from meshpar.train.lora import adapt as adapt
+    from meshpar.train.lora import merge_adapters as merge_adapters
+    from meshpar.train.lora import with_fresh_adapters as with_fresh_adapters
     from meshpar.train.optimizer import OptimizerConfig as OptimizerConfig
+    from meshpar.train.peft import load_adapter as load_adapter
+    from meshpar.train.peft import save_adapter as save_adapter
     from meshpar.train.run import Recipe as Recipe
     from meshpar.train.run import RunConfig as RunConfig
+    from meshpar.train.score import scorer as scorer
     from meshpar.train.step import Objective as Objective
     from meshpar.train.trainer import Hook as Hook
     from meshpar.train.trainer import fit as fit
@@ -92,7 +99,15 @@ _HOME = {
     "open_hf": "hf.folder",
     "load_hf": "hf.folder",
     "save_hf": "hf.folder",
+    # adapters
+    "Lora": "train.lora",
+    "adapt": "train.lora",
+    "with_fresh_adapters": "train.lora",
+    "merge_adapters": "train.lora",
+    "save_adapter": "train.peft",
+    "load_adapter": "train.peft",
     # text
+    "scorer": "train.score",
     "sample": "generate.generator",
     "Generator": "generate.generator",
     "Sampling": "generate.sampling",

@@ -195,7 +195,7 @@ def with_fresh_adapters(training: Training, base: PyTree, seed: int) -> PyTree:
     return model.whole(base, jax.jit(draw, out_shardings=where)(jax.random.key(seed)))
 
 
-def merge(base: PyTree, adapters: PyTree, lora: Lora) -> PyTree:
+def merge_adapters(base: PyTree, adapters: PyTree, lora: Lora) -> PyTree:
     """The base with `W + alpha/rank A B` for each adapted kernel, in the dtype and layout of W: what the model without
     adapters needs to compute the same.
 
@@ -206,7 +206,7 @@ def merge(base: PyTree, adapters: PyTree, lora: Lora) -> PyTree:
     merged = {}
     for name, value in base.items():
         inner = adapters.get(name, {}) if isinstance(adapters, Mapping) else {}
-        merged[name] = merge(value, inner, lora) if isinstance(value, dict) else value
+        merged[name] = merge_adapters(value, inner, lora) if isinstance(value, dict) else value
     if A in adapters:
         merged[KERNEL] = _merged(base[KERNEL], adapters[A], adapters[B], lora.scale)
     return merged

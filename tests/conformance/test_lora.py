@@ -19,7 +19,7 @@ from meshpar.plan import Plan
 from meshpar.precision.policy import Policy
 from meshpar.testing.compare import assert_losses_close, assert_trees_close
 from meshpar.train.build import Training, build
-from meshpar.train.lora import Lora, adapt, merge
+from meshpar.train.lora import Lora, adapt, merge_adapters
 from meshpar.train.step import Objective
 from tests.conformance.runs import BATCH, FP32, LLAMA, SEQ, batch_of, model_of, recording_sgd
 
@@ -90,7 +90,7 @@ def reference() -> Run:
 def test_values_and_gradients_are_those_of_the_merged_model_and_the_chain_rule() -> None:
     model, values = adapted(), weights()
     base, adapters = model.untrained(values), model.trained(values)
-    plain = run(model_of(LLAMA), merge(jax.device_put(base), adapters, LORA), "data=1", steps=1)
+    plain = run(model_of(LLAMA), merge_adapters(jax.device_put(base), adapters, LORA), "data=1", steps=1)
     assert_losses_close(reference().losses[:1], plain.losses)
 
     def chain(d_kernel: np.ndarray, a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:

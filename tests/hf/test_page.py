@@ -19,12 +19,13 @@ PAGE = Path(__file__).parents[2] / "meshpar" / "hf" / "README.md"
 def test_the_python_of_the_page_loads_saves_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(FOLDER / "llama", tmp_path / "SmolLM2-135M")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE))
     code = code.replace("mp.Plan()", "mp.Plan(mesh=mp.MeshSpec(data=8))")  # tests emulate 8 devices
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(code, str(PAGE), "exec"), names)
     assert (tmp_path / "exported" / "model.safetensors").is_file()
-    for params in (names["loaded"].params, names["params"]):
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    for params in (names["loaded"].params, names["merged"]):
         assert (
             jax.tree.map(np.asarray, params)["norm"]["scale"].tobytes()
             == np.asarray(loaded("llama").params["norm"]["scale"]).tobytes()

@@ -22,7 +22,7 @@ from meshpar.plan import Plan
 from meshpar.precision.policy import Policy
 from meshpar.train.build import build
 from meshpar.train.describe import describe_state, persistent_bytes
-from meshpar.train.lora import Lora, adapt, merge, with_fresh_adapters
+from meshpar.train.lora import Lora, adapt, merge_adapters, with_fresh_adapters
 from meshpar.train.optimizer import Name, OptimizerConfig
 from meshpar.train.peft import NoPeftForm, load_adapter, save_adapter
 from tests.conformance.runs import GPT, LLAMA, batch_of, model_of
@@ -145,7 +145,7 @@ def test_masters_start_from_the_adapters_and_a_step_moves_them_alone() -> None:
 
 
 def test_the_file_has_the_names_and_the_orientation_of_peft(tmp_path: Path) -> None:
-    """Merging by hand, on the tensors of theirs, gives what `merge` does on ours."""
+    """Merging by hand, on the tensors of theirs, gives what `merge_adapters` does on ours."""
     source, lora = open_hf(FOLDER / "llama"), Lora(rank=3, alpha=6.0)
     model = adapt(source.model, lora)
     rng = np.random.default_rng(0)
@@ -158,7 +158,7 @@ def test_the_file_has_the_names_and_the_orientation_of_peft(tmp_path: Path) -> N
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     theirs = load_file(FOLDER / "llama" / "model.safetensors")
-    merged = merge(source.load(source.model.shapes), adapters, lora)
+    merged = merge_adapters(source.load(source.model.shapes), adapters, lora)
     kernels = {
         "self_attn.q_proj": merged["blocks"]["attention"]["q"]["kernel"][1].reshape(32, -1).T,
         "self_attn.o_proj": merged["blocks"]["attention"]["out"]["kernel"][1].reshape(-1, 32).T,
