@@ -97,14 +97,13 @@ def compile_seconds(recipe: str, overrides: list[str]) -> tuple[float, float]:
     import jax
 
     from meshpar.mesh.devices import choose_devices
-    from meshpar.module import abstract
     from meshpar.train.build import build
     from meshpar.train.recipe import apply_overrides, load_recipe
 
     made = apply_overrides(load_recipe(recipe), overrides)
     devices = choose_devices(made.plan.mesh, None)
     jax.config.update("jax_enable_compilation_cache", False)
-    model = abstract(made.model.build, made.model)
+    model = made.abstract_model()
     training = build(
         model,
         made.optimizer.make(made.train.steps, model),

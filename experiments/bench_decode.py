@@ -73,11 +73,11 @@ def measure(recipe: str, overrides: list[str], lengths: list[int], rows: int) ->
 
     from meshpar.mesh.build import build_mesh
     from meshpar.mesh.devices import choose_devices
-    from meshpar.module import abstract, init_sharded
+    from meshpar.module import init_sharded
     from meshpar.train.recipe import apply_overrides, load_recipe
 
     run = apply_overrides(load_recipe(recipe), [f"model.max_seq={max(lengths)}", *overrides])
-    model = abstract(run.model.build, run.model)
+    model = run.abstract_model()
     devices = choose_devices(run.plan.mesh, None)
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured
     plan = run.plan.on(len(devices))

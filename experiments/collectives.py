@@ -49,7 +49,6 @@ def training_of(options: argparse.Namespace) -> tuple[Any, Any]:
     """The training step that the options ask for, not compiled yet, and its recipe."""
     from meshpar.mesh.aot import topology
     from meshpar.mesh.devices import choose_devices
-    from meshpar.module import abstract
     from meshpar.train.build import build
     from meshpar.train.recipe import apply_overrides, load_recipe
 
@@ -61,7 +60,7 @@ def training_of(options: argparse.Namespace) -> tuple[Any, Any]:
             f"mesh {mesh} is {mesh.product} devices and {options.topology or 'this machine'} has {len(devices)}; "
             "choose one of the same size, or set one axis to -1"
         )
-    model = abstract(recipe.model.build, recipe.model)
+    model = recipe.abstract_model()
     training = build(
         model,
         recipe.optimizer.make(recipe.train.steps, model),

@@ -57,7 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def show(options: argparse.Namespace) -> None:
     """Prints or draws what the options ask for."""
-    from meshpar.module import abstract
     from meshpar.train.recipe import apply_overrides, load_recipe
 
     recipe = apply_overrides(load_recipe(options.recipe), options.overrides)
@@ -68,7 +67,7 @@ def show(options: argparse.Namespace) -> None:
         raise ValueError(
             f"mesh {plan.mesh} has a free axis; say for how many devices with --devices, or give it a size"
         )
-    model = abstract(recipe.model.build, recipe.model)
+    model = recipe.abstract_model()
     plan.check(model)
     if options.draw:
         draw(model, plan, options.draw, options.layout or "params", options.out)

@@ -101,11 +101,10 @@ def compare(recipe: Any, ways: Iterable[str]) -> tuple[dict[str, Result], Any]:
     import numpy as np
 
     from meshpar.mesh.devices import choose_devices
-    from meshpar.module import abstract
     from meshpar.train.data import open_dataset
 
     devices = choose_devices(recipe.plan.mesh, None)
-    model = abstract(recipe.model.build, recipe.model)
+    model = recipe.abstract_model()
     dataset = open_dataset(recipe.data)
     results: dict[str, Result] = {}
     reference: Any = None

@@ -47,14 +47,9 @@ def prepare(
     """
     from meshpar.mesh.devices import choose_devices, use_compilation_cache
     from meshpar.mesh.distributed import is_first, time_stamp, wait_for_all
-    from meshpar.module import abstract
-    from meshpar.train.lora import adapt
 
     config, model_config = recipe.train, recipe.model
-    model = abstract(model_config.build, model_config)
-    source = open_source(recipe, model)
-    if recipe.lora is not None:
-        model = adapt(model, recipe.lora)
+    source, model = open_source(recipe), recipe.abstract_model()
     tx = recipe.optimizer.make(config.steps, model)
     if not recipe.plan.mesh.has_free_axis:  # before devices are emulated, which takes long for many
         recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
@@ -113,7 +108,7 @@ def prepare(
     )
 
 
-def open_source(recipe: Any, model: Any) -> Any:
+def open_source(recipe: Any) -> Any:
     """The weights that the recipe starts from, checked and not read; None where it draws them.
 
     Raises:
@@ -121,11 +116,13 @@ def open_source(recipe: Any, model: Any) -> Any:
     """
     from meshpar.hf.folder import open_hf
     from meshpar.hf.mapping import shapes_of
+    from meshpar.module import abstract
 
     if recipe.weights is None:
         return None
     source = open_hf(recipe.weights)
-    ours, theirs = shapes_of(model.shapes), shapes_of(source.model.shapes)
+    ours = shapes_of(abstract(recipe.model.build, recipe.model).shapes)
+    theirs = shapes_of(source.model.shapes)
     for path in (*ours, *theirs):
         if ours.get(path) != theirs.get(path):
             raise ValueError(

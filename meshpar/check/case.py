@@ -17,6 +17,7 @@ from meshpar.module import Model, abstract
 from meshpar.plan import Plan
 from meshpar.precision.loss_scale import LossScaling
 from meshpar.precision.policy import Policy
+from meshpar.train.lora import Lora, adapt
 from meshpar.train.recipe import apply_overrides
 from meshpar.train.run import Recipe
 
@@ -147,7 +148,7 @@ class Case:
     @property
     def model(self) -> Model:
         """The model of the recipe, without its arrays."""
-        return _model(self.recipe.model)
+        return _model(self.recipe.model, self.recipe.lora)
 
     def _with_axis(self, axis: str, size: int) -> Case:
         changes = dict(self.changes)
@@ -181,8 +182,9 @@ class Case:
 
 
 @functools.cache
-def _model(config: Any) -> Model:
-    return abstract(config.build, config)
+def _model(config: Any, lora: Lora | None) -> Model:
+    model = abstract(config.build, config)
+    return model if lora is None else adapt(model, lora)
 
 
 def _value(recipe: Recipe, key: str) -> Any:

@@ -263,7 +263,7 @@ class Checker:
     def _subject(self, case: Case) -> Subject:
         recipe = case.recipe
         data = (recipe.data, recipe.train.batch, case.masked, case.random_data, case.steps)
-        key = (recipe.model, recipe.optimizer, recipe.objective, recipe.train.seed, data)
+        key = (recipe.model, recipe.lora, recipe.optimizer, recipe.objective, recipe.train.seed, data)
         if key not in self._subjects:
             if self._batches is None and (data_key := (data, recipe.model.vocab)) not in self._data:
                 self._data[data_key] = batches_of(case)
@@ -286,7 +286,7 @@ class Checker:
     def _reference(self, what: str, case: Case, observe: Callable[[Subject, Plan], Any]) -> Any:
         plan, subject = case.reference, self._subject(case)
         objective = dataclasses.replace(subject.objective, clip_norm=None)  # which no reference applies
-        key = (what, str(plan.to_json()), case.recipe.model, objective, subject.seed, id(subject.batches))
+        key = (what, str(plan.to_json()), subject.model, objective, subject.seed, id(subject.batches))
         if key not in self._references:
             self._say(f"the reference on {plan.mesh}")
             self._references[key] = observe(subject, plan)

@@ -76,6 +76,10 @@ class Subject:
         state = init_state(model, tx, training.plan, jax.random.key(self.seed))
         return jax.device_put(state, training.shardings)
 
+    def trained(self, state: TrainState) -> PyTree:
+        """What the optimizer updates: the trained part of the parameters, or the masters of it."""
+        return self.model.trained(state.params) if state.master is None else state.master
+
     @functools.cached_property
     def update(self) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
         """(gradients, optimizer state, weights) -> weights and state after one update, whole on one device."""
@@ -110,7 +114,8 @@ def recorded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
 def observe_initial(subject: Subject, plan: Plan) -> Leaves:
     """The parameters that training begins with, drawn into their shards."""
-    return _leaves(_weights(subject.build(optax.identity(), plan, subject.objective).init(subject.seed)))
+    state = subject.build(optax.identity(), plan, subject.objective).init(subject.seed)
+    return _leaves(subject.model.whole(state.params, subject.trained(state)))
 
 
 def observe_evaluation(subject: Subject, plan: Plan) -> dict[str, float]:
@@ -184,12 +189,12 @@ def observe_steps(subject: Subject, plan: Plan, *, dropout: bool = False) -> Ste
     state = subject.state(training, tx)
     metrics: list[dict[str, float]] = []
     gradients: Leaves = {}
-    before, params = _leaves(_weights(state)), {}
+    before, params = _leaves(subject.trained(state)), {}
     for number, batch in enumerate(subject.batches):
         state, found = training.step(state, first if number == 0 else training.place(batch))
         metrics.append(_numbers(found))
         if number == 0:
-            gradients, params = _leaves(state.opt_state.gradients), _leaves(_weights(state))
+            gradients, params = _leaves(state.opt_state.gradients), _leaves(subject.trained(state))
     return Steps(
         metrics=metrics,
         gradients=gradients,
@@ -223,14 +228,15 @@ def observe_update(subject: Subject, plan: Plan, clip_norm: float | None) -> Upd
     tx = recorded(subject.tx)
     training = subject.build(tx, plan, dataclasses.replace(subject.objective, clip_norm=clip_norm))
     state = subject.state(training, tx)
-    whole, whole_state = jax.device_get(_weights(state)), jax.jit(subject.tx.init)(subject.weights)
+    whole = jax.device_get(subject.trained(state))
+    whole_state = jax.jit(subject.tx.init)(subject.model.trained(subject.weights))
     before, found = _leaves(whole), {}
     for number, batch in enumerate(subject.batches):
         state, _ = training.step(state, training.place(batch))
         gradients = jax.device_get(state.opt_state.gradients)
         whole, whole_state = subject.update(gradients, whole_state, whole)
         if number == 0:
-            weights, params = _leaves(_weights(state)), _leaves(state.params)
+            weights, params = _leaves(subject.trained(state)), _leaves(subject.model.trained(state.params))
             stale = [p for p, leaf in params.items() if not np.array_equal(leaf, weights[p].astype(leaf.dtype))]
             found = {"gradients": _leaves(gradients), "weights": weights, "expected": _leaves(whole)}
     return Updated(
@@ -284,10 +290,6 @@ def alike(found: Sequence[tuple[float, ...]]) -> list[tuple[int, int]]:
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
-
-
-def _weights(state: TrainState) -> PyTree:
-    return state.params if state.master is None else state.master
 
 
 def _leaves(tree: Any) -> Leaves:

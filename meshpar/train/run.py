@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from meshpar.module import Model, abstract
 from meshpar.plan import Plan
 from meshpar.train.data import DataConfig
-from meshpar.train.lora import Lora
+from meshpar.train.lora import Lora, adapt
 from meshpar.train.optimizer import OptimizerConfig
 from meshpar.train.profile import parse_steps
 from meshpar.train.step import Objective
@@ -93,3 +94,12 @@ class Recipe:
             raise ValueError(
                 f"lora.rank={self.lora.rank} adapts weights, and weights is none; set weights to a folder of theirs"
             )
+
+    def abstract_model(self) -> Model:
+        """Shapes and axes of what is trained: the model, with its adapters where there are some.
+
+        Raises:
+          ValueError: a target of `lora` names no kernel.
+        """
+        model = abstract(self.model.build, self.model)
+        return model if self.lora is None else adapt(model, self.lora)

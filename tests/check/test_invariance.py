@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ import pytest
 
 from meshpar.check.batches import batches_of, masked, random_batch, wrong_targets
 from meshpar.check.compare import STAGES
+from meshpar.check.faults import FAULTS, plant
 from meshpar.check.invariance import check_recipe, stages_of
 from meshpar.check.observe import alike, different_copies, only_row, rows_to_tell_apart
 from meshpar.interfaces import Batch
+from meshpar.train.lora import Lora
 from tests.check.subjects import GPT, case, checker, recipe
 
 SIX = {
@@ -46,6 +49,21 @@ def test_dropout_is_compared_and_is_as_promised() -> None:
     findings = checker().check(case("data=2 tensor=2", GPT, changes={"model.dropout": "0.1", "accumulate": "2"}))
     assert findings.ok, [str(difference) for difference in findings.differences]
     assert "dropout" in {row.stage for row in findings.rows}
+
+
+def test_adapters_are_compared_and_a_fault_in_them_is_found() -> None:
+    base = dataclasses.replace(recipe(), weights="drawn here", lora=Lora(rank=4))
+    adapted = dataclasses.replace(case("fsdp=4 tensor=2"), base=base, changes={"sequence_parallel": "true"})
+    findings = checker().check(adapted)
+    assert findings.ok, [str(difference) for difference in findings.differences]
+    compared = {row.stage: row.compared for row in findings.rows}
+    assert (compared["initial parameters"], compared["gradients"]) == (12 + 14, 14)  # 7 kernels with two each
+    fault = FAULTS["psum doubled"]
+    with plant(fault):
+        planted = dataclasses.replace(case(fault.mesh), base=base, changes=fault.changes)
+        found = checker().check(planted, ("gradients",))
+    assert found.first is not None
+    assert "lora_" in found.first.path
 
 
 @pytest.mark.parametrize("compute", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
