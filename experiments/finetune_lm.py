@@ -10,7 +10,8 @@
 The model, its tokenizer and its sizes come from the weights; --set changes all else, as in train_lm, and --keys lists
 it. --probe and --prompt show before and after training the perplexity of a text and what the model answers. The run
 folder is that of train_lm, checkpoints and going on included, and has a folder hf/ more, which transformers and
-`--weights` load, and with --lora a folder adapter/, which PEFT loads. The mesh must divide what it splits.
+`--weights` load, and with --lora a folder adapter/, which PEFT loads. Its last evaluation reads 16 batches of what is
+held out; --set train.final_eval_batches=0 reads all. The mesh must divide what it splits.
 
 Exit codes: as train_lm.
 """
