@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", help="a text that the model continues, before and after, with the likeliest tokens")
     add_run(parser)
     options = parser.parse_args(arguments)
-    return run_or_tell(options, f"finetune-{Path(options.weights).stem}", lambda: recipe_of(options), look_of(options))
+    return run_or_tell(
+        options,
+        f"finetune-{Path(options.weights).name.removesuffix('.gguf')}",
+        lambda: recipe_of(options),
+        look_of(options),
+    )
 
 
 def recipe_of(options: argparse.Namespace) -> Any:
@@ -75,8 +81,6 @@ def recipe_of(options: argparse.Namespace) -> Any:
     from meshpar.train.run import Recipe, RunConfig
 
     weights = find_weights(options.weights)
-    if options.probe is not None and not options.probe.is_file():
-        raise ValueError(f"--probe {options.probe} is not there; name a text file")
     if options.probe_tokens < 2:
         raise ValueError(f"--probe-tokens {options.probe_tokens} predicts nothing; use 2 or more")
     config = open_hf(weights).config
@@ -91,11 +95,12 @@ def recipe_of(options: argparse.Namespace) -> Any:
             source=options.chat or options.data,
             chat=options.chat is not None,
             packed=options.chat is not None,
-            tokenizer="tokenizer.json" if named else str(find_tokenizer(weights)),  # else a path that is replaced
+            # where one is named, this is a path that is replaced
+            tokenizer="tokenizer.json" if named else str(find_tokenizer(weights, "--set data.tokenizer=PATH")),
             seq=min(SEQ, config.max_seq),
         ),
         # A tenth of the rate of pretraining, soon warm, and no decay: the weights are to stay near where they were.
-        optimizer=OptimizerConfig(lr=lr, warmup=min(10, options.steps // 10), weight_decay=0.0),
+        optimizer=OptimizerConfig(lr=lr, warmup=max(0, min(10, options.steps // 10)), weight_decay=0.0),
         train=RunConfig(steps=options.steps, batch=BATCH, final_eval_batches=EVAL_BATCHES),
         weights=str(weights),
         lora=None if options.lora is None else Lora(),
@@ -108,34 +113,69 @@ def look_of(options: argparse.Namespace) -> Look | None:
     """What --probe and --prompt ask for."""
     if options.probe is None and options.prompt is None:
         return None
+    return ProbeAndPrompt(probe=options.probe, tokens=options.probe_tokens, prompt=options.prompt)
 
+
+@dataclass
+class ProbeAndPrompt:
+    """The cross-entropy of a text, and how the model continues another."""
+
+    probe: Path | None
+    tokens: int
+    prompt: str | None
     score: Any = None  # compiled once for both looks
 
-    def look(training: Any, tokenizer: Any, params: Any) -> str:
+    def check(self, config: Any, tokenizer: Any) -> None:
+        """Raises ValueError where either has no answer."""
+        if self.probe is not None and len(ids := self.ids(tokenizer)) < 2:
+            raise ValueError(f"--probe {self.probe} has {len(ids)} tokens, and nothing to predict; name a longer text")
+        room = config.max_seq - NEW_TOKENS
+        if self.prompt is not None and len(self.start(tokenizer)) > room:
+            raise ValueError(
+                f"--prompt has {len(self.start(tokenizer))} tokens, and the model's max_seq={config.max_seq} leaves "
+                f"{room} beside those that are written; use a shorter one"
+            )
+
+    def ids(self, tokenizer: Any) -> Any:
+        """The first tokens of the text."""
+        assert self.probe is not None
+        try:
+            text = self.probe.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ValueError(f"--probe {self.probe} cannot be read ({error.strerror}); name a text file") from None
+        return tokenizer.encode(text)[: self.tokens]
+
+    def start(self, tokenizer: Any) -> list[int]:
+        """The tokens to continue."""
+        return [*tokenizer.begin, *tokenizer.encode(self.prompt).tolist()] or [tokenizer.eod]
+
+    def __call__(self, training: Any, tokenizer: Any, params: Any) -> str:
         from meshpar.generate.generator import sample
         from meshpar.train.score import scorer
 
-        nonlocal score
         told = []
-        if options.probe is not None:
-            ids = tokenizer.encode(options.probe.read_text(errors="replace"))[: options.probe_tokens]
-            if score is None:
-                seq = min(len(ids), training.model.config.max_seq)
-                score = scorer(training.model, training.plan, list(training.mesh.devices.flat), seq=seq)
-            loss = score(params, ids)
+        if self.probe is not None:
+            ids, devices = self.ids(tokenizer), list(training.mesh.devices.flat)
+            if self.score is None:
+                seq = min(len(ids) + len(tokenizer.begin), training.model.config.max_seq)
+                self.score = scorer(training.model, training.plan, devices, seq=seq, begin=tokenizer.begin)
+            loss = self.score(params, ids)
             told.append(
-                f"{options.probe}: cross-entropy {loss:.4f} nats a token (perplexity {perplexity(loss):.1f}), "
+                f"{self.probe}: cross-entropy {loss:.4f} nats a token (perplexity {perplexity(loss):.1f}), "
                 f"of {len(ids)} tokens"
             )
-        if options.prompt is not None:
-            prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
+        if self.prompt is not None:
             row = sample(
-                training.model, training.plan, training.mesh, params, [prompt], new_tokens=NEW_TOKENS, temperature=0.0
+                training.model,
+                training.plan,
+                training.mesh,
+                params,
+                [self.start(tokenizer)],
+                new_tokens=NEW_TOKENS,
+                temperature=0.0,
             )[0]
             told.append(tokenizer.decode(token for token in row if token < tokenizer.vocab))
         return "\n".join(told)
-
-    return look
 
 
 if __name__ == "__main__":

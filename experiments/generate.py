@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat for more")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line")
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says; needs --weights")
+    parser.add_argument("--tokenizer", help="a tokenizer.json, with --weights (default: that of the weights)")
     parser.add_argument(
         "--new-tokens",
         type=int,
@@ -115,7 +116,7 @@ def from_run(folder: Path, overrides: Sequence[str]) -> Source:
     )
 
 
-def from_weights(name: str, overrides: Sequence[str], *, chat: bool) -> Source:
+def from_weights(name: str, overrides: Sequence[str], *, tokenizer: str | None, chat: bool) -> Source:
     """A model of others.
 
     Raises:
@@ -129,13 +130,14 @@ def from_weights(name: str, overrides: Sequence[str], *, chat: bool) -> Source:
 
     plan = apply_overrides(Plan(), overrides)
     weights = find_weights(name)
-    pretrained, tokenizer = open_hf(weights), find_tokenizer(weights)
+    pretrained = open_hf(weights)
+    file = Path(tokenizer).expanduser() if tokenizer else find_tokenizer(weights)
     return Source(
         config=pretrained.config,
-        tokenizer=load_tokenizer(tokenizer),
+        tokenizer=load_tokenizer(file),
         plan=plan,
         stop=pretrained.stop,
-        template=load_template(tokenizer) if chat else None,
+        template=load_template(file, flag="--tokenizer, where it stands beside") if chat else None,
         read=pretrained.load,
     )
 
@@ -155,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError("--chat takes the chat template of --weights; the one of a fine-tuned run is in RUN/hf")
         source = from_run(options.run, options.overrides)
     else:
-        source = from_weights(options.weights, options.overrides, chat=options.chat)
+        source = from_weights(options.weights, options.overrides, tokenizer=options.tokenizer, chat=options.chat)
     tokenizer, longest = source.tokenizer, source.config.max_seq
     texts = texts_of(options)
     prompts = [prompt_of(source, text) for text in texts]
@@ -222,7 +224,7 @@ def prompt_of(source: Source, text: str) -> list[int]:
 
     if source.template is not None:
         return encode_prompt(source.template, source.tokenizer, [{"role": "user", "content": text}])
-    return source.tokenizer.encode(text).tolist() or [source.tokenizer.eod]
+    return [*source.tokenizer.begin, *source.tokenizer.encode(text).tolist()] or [source.tokenizer.eod]
 
 
 def texts_of(options: argparse.Namespace) -> list[str]:

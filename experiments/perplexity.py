@@ -3,7 +3,8 @@
     python -m experiments.perplexity notes.txt --weights smollm2
     python -m experiments.perplexity notes.txt --weights runs/mine/hf --set mesh="fsdp=4" --seq 1024
 
-The text is cut into windows of --seq tokens, each read by itself; products are in fp32.
+The text is cut into windows of --seq tokens, each read by itself, after the token that the model expects before a
+text, if there is one; products are in fp32.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def run(options: argparse.Namespace) -> int:
     from meshpar.train.tokenizer import load_tokenizer
 
     join()
-    if options.seq < 1:
-        raise ValueError(f"--seq {options.seq} is below 1; use 512, say")
+    if options.seq < 2:
+        raise ValueError(f"--seq {options.seq} is below 2; use 512, say")
+    if options.tokens is not None and options.tokens < 2:
+        raise ValueError(f"--tokens {options.tokens} predicts nothing; use 2 or more")
     plan = apply_overrides(Plan(precision=Policy(compute="fp32")), options.overrides)
     weights = find_weights(options.weights)
     tokenizer = load_tokenizer(options.tokenizer or find_tokenizer(weights))
@@ -67,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
             f"the tokenizer has {tokenizer.vocab} tokens and the model's vocab={loaded.config.vocab}; "
             "use the tokenizer that belongs to the model"
         )
-    seq = max(1, min(options.seq, loaded.config.max_seq, len(ids)))
-    loss = scorer(loaded.model, loaded.plan, devices, seq=seq)(loaded.params, ids)
+    seq = min(options.seq, loaded.config.max_seq, len(ids) + len(tokenizer.begin))
+    loss = scorer(loaded.model, loaded.plan, devices, seq=max(2, seq), begin=tokenizer.begin)(loaded.params, ids)
     if is_first():
         print(
             f"{options.file}: perplexity {perplexity(loss):.2f}, cross-entropy {loss:.4f} nats a token, "

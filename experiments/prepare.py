@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-Look = Callable[[Any, Any, Any], str]  # (training, tokenizer, parameters) -> what to tell about them
+
+class Look(Protocol):
+    """What else to tell about the parameters of a run, before its first step and after its last."""
+
+    def check(self, config: Any, tokenizer: Any) -> None:
+        """Raises ValueError for what cannot be told of a model."""
+        ...
+
+    def __call__(self, training: Any, tokenizer: Any, params: Any) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +33,7 @@ class Job:
     done: int  # steps that a resumed run has behind it
     finished: bool  # whether nothing is left to do
     source: Any  # the weights that training starts from; None: they are drawn
-    look: Look | None  # what else to tell about the parameters before the first step and after the last
+    look: Look | None
     notes: list[str]  # what to tell about the run before it starts
 
 
@@ -55,6 +63,7 @@ def prepare(
         recipe.plan.check(model, batch=config.batch, seq=recipe.data.seq)
     chosen = choose_devices(recipe.plan.mesh, devices)
     use_compilation_cache()
+    refuse_own_input(recipe, out)
     out = out or Path("runs") / f"{name.split(':')[-1]}-{time_stamp()}"
 
     from meshpar.checkpoint.manager import Checkpoints
@@ -86,6 +95,8 @@ def prepare(
             f"the tokenizer {recipe.data.tokenizer} has {dataset.vocab} tokens and model.vocab={model_config.vocab}; "
             f"{fix}"
         )
+    if look is not None:
+        look.check(model_config, dataset.tokenizer)
     batches = train_batches(dataset, batch=config.batch, start_step=done, own_rows=training.own_rows)
     if not existed and is_first():
         held.enter_context(run_folder.lock(out))
@@ -104,7 +115,7 @@ def prepare(
         finished=run_folder.is_finished(out, done, recipe),
         source=source,
         look=look,
-        notes=[note for note in notes if note],
+        notes=[note for note in (*notes, *dataset.notes) if note],
     )
 
 
@@ -130,6 +141,18 @@ def open_source(recipe: Any) -> Any:
                 f"{recipe.weights}; give the recipe that model's config, as experiments.finetune_lm does"
             )
     return source
+
+
+def refuse_own_input(recipe: Any, out: Path | None) -> None:
+    """Raises ValueError where what a run leaves would replace what it reads, or what is not of a run."""
+    if recipe.weights is None or out is None:
+        return
+    read = [Path(path).expanduser().resolve() for path in (recipe.weights, recipe.data.tokenizer)]
+    for folder in (out / "hf", out / "adapter"):
+        if any(path.is_relative_to(folder.resolve()) for path in read):
+            raise ValueError(f"--out {out} would replace {folder}, which this run reads; name another folder")
+        if folder.exists() and not (out / "config.json").exists():
+            raise ValueError(f"{folder} is there, and no run that made it; name another folder with --out")
 
 
 def first_state(job: Job) -> Any:

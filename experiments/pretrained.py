@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
-import os
 import shutil
+import tempfile
 from pathlib import Path
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -34,9 +35,12 @@ def find_weights(name: str) -> Path:
     return file
 
 
-def find_tokenizer(weights: Path) -> Path:
+def find_tokenizer(weights: Path, flag: str = "--tokenizer PATH") -> Path:
     """The tokenizer.json of weights, with tokenizer_config.json and chat template beside it. That of a GGUF file is
     written into the cache, once.
+
+    Args:
+      flag: how another one is named, for the error.
 
     Raises:
       ValueError: there is none, or it is of a kind that is not read.
@@ -44,20 +48,20 @@ def find_tokenizer(weights: Path) -> Path:
     if weights.suffix != ".gguf":
         file = weights / "tokenizer.json"
         if not file.is_file():
-            raise ValueError(f"there is no {file}; put the model's there, or name one with --set data.tokenizer=PATH")
+            raise ValueError(f"there is no {file}; put the model's there, or name one with {flag}")
         return file
     from meshpar.hf.gguf import write_tokenizer
     from meshpar.train.token_cache import default_root
 
-    status = weights.stat()
-    key = hashlib.sha256(f"{weights.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = default_root().parent / "tokenizers" / key
-    if not (folder / "tokenizer.json").is_file():
-        new = folder.with_name(f"{key}.{os.getpid()}")
-        new.mkdir(parents=True, exist_ok=True)
+    root = default_root().parent / "tokenizers"
+    root.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=root))
+    try:
         write_tokenizer(weights, new)
-        try:
+        content = b"".join(file.read_bytes() for file in sorted(new.iterdir()))
+        folder = root / hashlib.sha256(content).hexdigest()[:16]  # the same wherever the file lies
+        with contextlib.suppress(OSError):  # it is there
             new.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(new)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     return folder / "tokenizer.json"

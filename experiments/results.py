@@ -56,11 +56,16 @@ def _leave_adapter(job: Job, adapters: Any, dtype: str) -> list[str]:
 
 def _leave_hf(job: Job, weights: Any, dtype: str) -> None:
     from meshpar.hf.folder import save_hf
+    from meshpar.mesh.distributed import is_first
+    from meshpar.train.chat import name_what_ends_answers
 
-    tokenizer = Path(job.recipe.data.tokenizer)
+    data, token_ids = job.recipe.data, job.source.token_ids
+    tokenizer = Path(data.tokenizer).expanduser()
     beside = tokenizer.parent if tokenizer.is_file() else tokenizer if tokenizer.is_dir() else job.out
     folder = _emptied(job.out / "hf")
-    save_hf(folder, job.recipe.model, weights, dtype=dtype, tokenizer=beside, token_ids=job.source.token_ids)
+    save_hf(folder, job.recipe.model, weights, dtype=dtype, tokenizer=beside, token_ids=token_ids)
+    if data.chat and is_first():
+        name_what_ends_answers(folder, data, job.dataset.tokenizer, job.source.stop)
 
 
 def _emptied(folder: Path) -> Path:

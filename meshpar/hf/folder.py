@@ -84,14 +84,16 @@ class Pretrained:
         which in models that were trained on conversations has more of them.
 
         Raises:
-          ValueError: generation_config.json cannot be read.
+          ValueError: generation_config.json cannot be read, or one of them is no number.
         """
         named = [self.values.get("eos_token_id")]
         file = self.path / GENERATION
         if file.is_file():
             named.append(read_values(file).get("eos_token_id"))
-        listed = [ids if isinstance(ids, list) else [ids] for ids in named if ids is not None]
-        return tuple(dict.fromkeys(int(token) for ids in listed for token in ids))
+        listed = [token for ids in named if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
+        if wrong := [token for token in listed if not isinstance(token, int)]:
+            raise ValueError(f"{self.path}: eos_token_id has {wrong[0]!r}, which is no number; write the token's")
+        return tuple(dict.fromkeys(listed))
 
 
 @dataclass(frozen=True, eq=False)

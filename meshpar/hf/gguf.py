@@ -183,7 +183,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     Raises:
       ValueError: it is no byte-level BPE, or cuts texts in a way that is not known.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, processors
     from tokenizers import pre_tokenizers as pre
 
     fields, _ = _parse(path)
@@ -208,6 +208,11 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     kinds = list(zip(tokens, types, strict=False))
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == _CONTROL])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in kinds if k == _USER_DEFINED])
+    first = fields.get("tokenizer.ggml.bos_token_id")
+    if fields.get("tokenizer.ggml.add_bos_token", False) and first is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[first]} $A", special_tokens=[(tokens[first], first)]
+        )
     return tokenizer
 
 

@@ -15,8 +15,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +37,11 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]  # of a conversation: each has at least role and content
 ASSISTANT = "assistant"
-TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_UTF8 = "utf-8-sig"  # with or without a byte-order mark
+TEMPLATE, TOKENIZER_CONFIG, GENERATION = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
+# what code in a template can raise, beside Jinja's own errors
+_OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_EXAMPLE = ({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"})
 _FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}'
 
 
@@ -51,12 +58,13 @@ def read_conversations(files: Sequence[Path]) -> Iterator[tuple[str, Messages]]:
         if not path.name.lower().endswith((".jsonl", ".jsonl.gz")):
             raise ValueError(f"{path} is not a .jsonl file; write conversations there, a line {_FORMS}")
         try:
-            with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as stream:
+            is_zipped = path.suffix.lower() == ".gz"
+            with gzip.open(path, "rt", encoding=_UTF8) if is_zipped else path.open(encoding=_UTF8) as stream:
                 for number, line in enumerate(stream, 1):
                     if not line.isspace():
                         where = f"{path} line {number}"
                         yield where, _messages(line, where)
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
             raise ValueError(f"{path} cannot be read ({error}); repair the file or leave it out") from None
 
 
@@ -107,8 +115,8 @@ class ChatTemplate:
           ValueError: it is not Jinja, or jinja2 is not installed.
         """
         try:
-            from jinja2 import TemplateError
-            from jinja2.ext import loopcontrols
+            from jinja2 import TemplateError, nodes
+            from jinja2.ext import Extension, loopcontrols
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError:
             raise ValueError('chat templates need the package jinja2; pip install "meshpar[chat]"') from None
@@ -116,9 +124,22 @@ class ChatTemplate:
         def refuse(message: str) -> None:  # how templates say that a conversation is not of their form
             raise TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        class Generation(Extension):  # a block around answers, which says nothing that prefixes do not
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.Scope(body).set_lineno(line)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+        )
         environment.globals["raise_exception"] = refuse
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+            value, ensure_ascii=ensure_ascii, **options
+        )
         self._error, self._where, self._special = TemplateError, where, dict(special)
         try:
             self._template = environment.from_string(text)
@@ -133,7 +154,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=prompt, **self._special)
-        except (self._error, TypeError, KeyError, ValueError, ZeroDivisionError) as error:
+        except (self._error, *_OF_TEMPLATES) as error:
             raise ValueError(f"the chat template of {self._where} does not take this conversation ({error})") from None
 
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
@@ -158,12 +179,13 @@ class ChatTemplate:
         return text, found
 
 
-def load_template(tokenizer: Path, named: str = "") -> ChatTemplate:
+def load_template(tokenizer: Path, named: str = "", *, flag: str = "data.chat_template=FILE") -> ChatTemplate:
     """The template that belongs to a tokenizer.
 
     Args:
       tokenizer: a tokenizer.json, or its folder; chat_template.jinja and tokenizer_config.json stand beside it.
       named: a file to take instead.
+      flag: how another one is named, for the error.
 
     Raises:
       ValueError: there is none, or it cannot be read.
@@ -175,6 +197,8 @@ def load_template(tokenizer: Path, named: str = "") -> ChatTemplate:
         config = {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / TOKENIZER_CONFIG} cannot be read ({error}); fetch it again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / TOKENIZER_CONFIG} is no JSON object; fetch it again")
     special = {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in config.items()
@@ -187,11 +211,12 @@ def load_template(tokenizer: Path, named: str = "") -> ChatTemplate:
         raise ValueError(f"data.chat_template={named} is not there; name a file with a Jinja template")
     text = config.get("chat_template")
     if isinstance(text, list):  # several by name
-        text = next((one.get("template") for one in text if one.get("name") == "default"), None)
+        by_name = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
+        text = by_name.get("default")
     if not isinstance(text, str):
         raise ValueError(
             f"{folder} has no chat template (neither {TEMPLATE} nor chat_template in {TOKENIZER_CONFIG}), as of "
-            "a model that was not trained on conversations; name one with data.chat_template=FILE"
+            f"a model that was not trained on conversations; name one with {flag}"
         )
     return ChatTemplate(text, special=special, where=str(folder / TOKENIZER_CONFIG))
 
@@ -225,18 +250,18 @@ def encode(template: ChatTemplate, tokenizer: tokenizers.Tokenizer, messages: Me
     """
     text, spans = template.spans(messages)
     encoding = tokenizer.encode(text, add_special_tokens=False)
-    ends = np.array([end for _, end in encoding.offsets], np.int64)
+    begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     learned = np.zeros(len(ends), bool)
-    for begin, end in spans:
-        learned |= (ends > begin) & (ends <= end)
+    for begin, end in spans:  # a token that begins before an answer is one that generation is given
+        learned |= (begins >= begin) & (ends > begin) & (ends <= end)
     return Encoded(tokens=np.array(encoding.ids, np.int64), learned=learned)
 
 
 def open_chat(config: DataConfig) -> Dataset:
     """A dataset of conversations, tokenised in memory: tens of thousands take seconds.
 
-    What is longer than a row is cut at its end, since an answer without its question is not to be learned. Which
-    conversations are held out, a hash of each says, so that it depends on nothing else.
+    What is longer than a row is cut at its end, since an answer without its question is not to be learned; the
+    dataset's notes count these. Held out are those whose hashes are lowest, whatever their order.
 
     Raises:
       ValueError: what `read_conversations`, `load_template` and `ChatTemplate.spans` say; there are fewer than two
@@ -247,9 +272,9 @@ def open_chat(config: DataConfig) -> Dataset:
     path = Path(config.tokenizer).expanduser()
     template, tokenizer = load_template(path, config.chat_template), load_tokenizer(path)
     pipeline = with_special_tokens(tokenizer)
-    sources = []
+    sources, notes = [], []
     for name, share in parse_sources(config.source).items():
-        kept, seen = [], set()
+        kept, seen, cut = [], set(), 0
         for where, messages in read_conversations(find_corpus(name).files):
             key = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
             if key in seen:
@@ -261,10 +286,16 @@ def open_chat(config: DataConfig) -> Dataset:
                 raise ValueError(f"{where}: {error}") from None
             if one.learned[1 : config.seq].any():
                 kept.append((key, one))
+                cut += len(one.tokens) > config.seq
         if len(kept) < 2:
             raise ValueError(
                 f"source={name!r} has {len(kept)} conversations with an answer within data.seq={config.seq} tokens of "
                 f"{len(seen)}, and both splits need one; give more of them, or a longer data.seq"
+            )
+        if cut or len(kept) < len(seen):
+            notes.append(
+                f"of {len(seen)} conversations of {name}, {len(seen) - len(kept)} have no answer within "
+                f"data.seq={config.seq} tokens and are left out, and {cut} are cut there"
             )
         order = sorted(key for key, _ in kept)
         held_out = set(order[: max(1, int(len(order) * config.validation_fraction))])
@@ -273,7 +304,23 @@ def open_chat(config: DataConfig) -> Dataset:
             for part, wanted in (("train", False), ("validation", True))
         }
         sources.append(Source(name=name, share=share, folder=path.parent, **streams))
-    return Dataset(config=config, tokenizer=tokenizer, sources=tuple(sources))
+    return Dataset(config=config, tokenizer=tokenizer, sources=tuple(sources), notes=tuple(notes))
+
+
+def name_what_ends_answers(folder: Path, config: DataConfig, tokenizer: Tokenizer, stop: Sequence[int]) -> None:
+    """Completes a folder that was written for transformers: its template, and in generation_config.json the special
+    token that the template ends answers with, beside `stop`. Without, generation would not end where training did.
+    """
+    template = load_template(Path(config.tokenizer).expanduser(), config.chat_template)
+    if config.chat_template:
+        shutil.copyfile(Path(config.chat_template).expanduser(), folder / TEMPLATE)
+    one = encode(template, with_special_tokens(tokenizer), _EXAMPLE)
+    added = with_special_tokens(tokenizer).get_added_tokens_decoder()
+    ends = [int(t) for t in one.tokens[one.learned] if int(t) in added and added[int(t)].special][-1:]
+    file = folder / GENERATION
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    values["eos_token_id"] = list(dict.fromkeys([*ends, *stop]))
+    file.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def with_special_tokens(tokenizer: Tokenizer) -> tokenizers.Tokenizer:

@@ -84,6 +84,7 @@ class Dataset:
     config: DataConfig
     tokenizer: Tokenizer
     sources: tuple[Source, ...]  # at least one
+    notes: tuple[str, ...] = ()  # what a user should know about them
 
     @property
     def vocab(self) -> int:

@@ -200,7 +200,7 @@ def merge_adapters(base: PyTree, adapters: PyTree, lora: Lora) -> PyTree:
     adapters needs to compute the same.
 
     Args:
-      base: the model's own parameters, on any mesh; best in fp32.
+      base: the model's own parameters, on any mesh; best in fp32. It is taken over: use it no more.
       adapters: the trained part of an adapted model's.
     """
     merged = {}
@@ -223,4 +223,4 @@ def _merged(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.
         product = jnp.einsum(spelled, a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
         return (kernel.astype(jnp.float32) + scale * product).astype(kernel.dtype)
 
-    return jax.jit(add, out_shardings=kernel.sharding)(kernel, a, b)
+    return jax.jit(add, out_shardings=kernel.sharding, donate_argnums=0)(kernel, a, b)

@@ -19,8 +19,9 @@ from meshpar.train.trainer import Hook
 
 
 def flops_per_token(model: Model, seq: int) -> float | None:
-    """FLOPs that training needs a token, forward and backward: 6 a parameter in matrix products and 12 layers * heads *
-    head_dim * seq for attention; None for a model whose config does not name these sizes.
+    """FLOPs that training needs a token, forward and backward: 6 a parameter in matrix products, 4 for one that is not
+    trained, and 12 layers * heads * head_dim * seq for attention; None for a model whose config does not name these
+    sizes.
 
     Rematerialisation does not count. A lookup table counts only when it is the output head too. Source: PaLM (Chowdhery
     et al. 2022), appendix B.
@@ -29,7 +30,9 @@ def flops_per_token(model: Model, seq: int) -> float | None:
     if not all(hasattr(config, name) for name in ("padded_vocab", "embed", "layers", "heads", "head_size")):
         return None
     table = 0 if getattr(config, "tied", False) else config.padded_vocab * config.embed
-    return 6.0 * (model.size - table) + 12.0 * config.layers * config.heads * config.head_size * seq
+    frozen = sum(leaf.size for leaf in jax.tree.leaves(model.untrained(model.shapes)))
+    products = 6.0 * (model.size - table) - 2.0 * max(0, frozen - table)
+    return products + 12.0 * config.layers * config.heads * config.head_size * seq
 
 
 def mfu(flops: float | None, seconds: float, devices: Sequence[jax.Device]) -> float | None:

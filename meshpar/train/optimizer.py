@@ -131,13 +131,15 @@ def decayed(params: PyTree) -> PyTree:
 
 def matrices(model: Model) -> PyTree:
     """For each trained parameter of `model` the dims of the matrix that Muon orthogonalises, each layer and expert by
-    itself: `embed` against all others; None for what is no matrix of a layer (tables, head, norms, biases).
+    itself: `embed` (of an adapter's half without it: `rank`) against all others; None for what is no matrix of a layer
+    (tables, head, norms, biases).
     """
 
     def one(path: str, leaf: Any, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
-        others = tuple(dim for dim, axis in enumerate(axes) if axis not in ("layers", "experts", "embed"))
-        if not path.startswith("blocks/") or axes.count("embed") != 1 or not others:
+        side = "embed" if "embed" in axes else "rank"
+        others = tuple(dim for dim, axis in enumerate(axes) if axis not in ("layers", "experts", side))
+        if not path.startswith("blocks/") or axes.count(side) != 1 or not others:
             return None
-        return optax.contrib.MuonDimensionNumbers(reduction_axis=(axes.index("embed"),), output_axis=others)
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=(axes.index(side),), output_axis=others)
 
     return map_leaves(one, model.trained(model.shapes), model.trained(model.axes))

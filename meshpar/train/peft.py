@@ -55,14 +55,14 @@ def save_adapter(
             for _ in chunks(spec):
                 pass
         return
-    values = {
+    values = {  # modules with the name of what they are in: of GPT-2, attn and mlp have a c_proj each
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({entry.theirs.split(".")[-3] for entry in weights.entries}),
+        "target_modules": sorted({".".join(entry.theirs.split(".")[-4:-2]) for entry in weights.entries}),
         "bias": "none",
         "fan_in_fan_out": any(_is_transposed(entry) for entry in family_of_config(config).weights(config).entries),
         "inference_mode": True,

@@ -19,6 +19,7 @@ from typing import Any, Literal, TextIO
 from meshpar.train.build import Training
 from meshpar.train.optimizer import OptimizerConfig
 from meshpar.train.run import Recipe
+from meshpar.train.tokenizer import tokenizer_identity
 from meshpar.train.values import to_json
 
 Resume = Literal["auto", "always", "never"]
@@ -115,13 +116,29 @@ def describe_run(recipe: Recipe, training: Training) -> dict[str, Any]:
 def _compare(folder: Path, recipe: Recipe) -> None:
     """Refuses a recipe that cannot go on from what is in `folder`."""
     before, now = _recipe_of(folder), _flat(to_json(recipe))
+    had, has = (any(key.startswith("lora.") for key in values) for values in (before, now))
+    if had != has:
+        raise ValueError(
+            f"{folder} began {'with' if had else 'without'} adapters; {'give --lora' if had else 'leave --lora out'}, "
+            "or name another folder with --out"
+        )
     changed = [
         f"{key}={before[key]}, not {now[key]}"
         for key in now
-        if key.startswith(_FIXED) and key not in _FREE and key in before and before[key] != now[key]
+        if key.startswith(_FIXED) and key not in _FREE and key in before and not _same(key, before[key], now[key])
     ]
     if changed:
         raise ValueError(f"{folder} began with {', '.join(changed)}; give the recipe and --set that the run began with")
+
+
+def _same(key: str, before: Any, now: Any) -> bool:
+    """Whether a value is the one that a run began with; a tokenizer may have moved."""
+    if before != now and key == "data.tokenizer":
+        try:
+            return tokenizer_identity(before) == tokenizer_identity(now)
+        except ValueError:  # one of them is gone
+            return False
+    return bool(before == now)
 
 
 def _recipe_of(folder: Path) -> dict[str, Any]:

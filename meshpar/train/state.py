@@ -63,7 +63,7 @@ def start_state(
         updates=jnp.zeros((), jnp.int32),
         params=params,
         master=weights if plan.precision.has_master else None,
-        opt_state=tx.init(weights),
+        opt_state=tx.init(jax.tree.map(lambda w: w.astype(jnp.float32), weights)),
         key=key,
         scale=initial_scale(plan.precision.loss_scale) if plan.precision.scales else None,
     )

@@ -37,7 +37,7 @@ from meshpar.train.corpus import find_corpus
 from meshpar.train.split import Survey, documents, survey
 from meshpar.train.tokenizer import Tokenizer, is_trained, load_tokenizer, make_tokenizer, tokenizer_identity
 
-FORMAT = 2  # raise it when the files, the split or the cleaning of text change
+FORMAT = 3  # raise it when the files, the split, the cleaning of text or what stands around a document change
 _CHUNK = 2**20  # characters for each call of the tokenizer: enough for its threads, and the progress bar still moves
 _SPLITS = ("train", "validation")
 _ABANDONED = 86_400  # seconds

@@ -41,12 +41,17 @@ class Tokenizer(Protocol):
         """The id that ends every document."""
         ...
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The ids that stand before every text, as the models of this tokenizer expect; for most there are none."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
-        """Ids of one text, `[tokens]`, without `eod`: uint16 while `vocab` is at most 65536, else uint32."""
+        """Ids of one text, `[tokens]`, with nothing around it: uint16 while `vocab` is at most 65536, else uint32."""
         ...
 
     def encode_documents(self, documents: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each document, `[tokens]` as in `encode`, followed by `eod`."""
+        """Ids of each document, `[tokens]`: `begin`, those of `encode`, and `eod`."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -64,6 +69,7 @@ class ByteTokenizer:
 
     vocab: int = 257
     eod: int = 256
+    begin: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
@@ -93,6 +99,7 @@ class BpeTokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self.eod = int(eod)
+        self.begin = _before_a_text(tokenizer)
         self.vocab = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
         self._dtype = np.uint16 if self.vocab <= 2**16 else np.uint32
 
@@ -106,13 +113,20 @@ class BpeTokenizer:
 
     def encode_documents(self, documents: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
-        return [np.array([*one.ids, self.eod], self._dtype) for one in encoded]
+        return [np.array([*self.begin, *one.ids, self.eod], self._dtype) for one in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save(str(folder / _FILE))
+
+
+def _before_a_text(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What a tokenizer.json puts in front of each text: `<bos>` of Gemma, Llama and Mistral, without which they err."""
+    plain, full = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    found = (at for at in range(len(full) - len(plain) + 1) if full[at : at + len(plain)] == plain)
+    return tuple(full[: next(found, 0)]) if plain else ()
 
 
 def check_tokenizer(spec: str) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
 from experiments import perplexity
 from experiments.finetune_lm import main
+from meshpar.train.tokenizer import load_tokenizer
 from tests.experiments.pretrained import make_folder, make_text
 from tests.hf.fixtures import load, logits, outputs
 
@@ -79,6 +82,26 @@ def test_a_run_learns_tells_the_perplexity_and_leaves_a_folder_that_loads_again(
     assert np.abs(logits(trained, tokens) - logits(before_training, tokens)).max() > 0.1
 
 
+def test_a_text_begins_with_the_token_that_the_model_expects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each window of perplexity, each prompt and each document; here 4 + 3 letters of 7 in windows of 5 tokens."""
+    weights = make_folder(tmp_path / "model", extra=("<bos>",))
+    tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.save(str(weights / "tokenizer.json"))
+    loaded = load_tokenizer(weights)
+    assert loaded.begin == (1,)
+    assert loaded.encode_documents(["ab"])[0].tolist() == [1, *loaded.encode("ab").tolist(), 0]
+    (tmp_path / "text.txt").write_text("abcdefg")
+    assert perplexity.main([str(tmp_path / "text.txt"), "--weights", str(weights), "--seq", "4"]) == 0
+    ids, model, nll = loaded.encode("abcdefg").tolist(), load(weights), 0.0
+    for piece in (ids[:4], ids[4:]):
+        found = logits(model, np.array([[1, *piece]], np.int32)).astype(np.float64)[0]
+        nll -= sum(found[at, token] - np.log(np.exp(found[at]).sum()) for at, token in enumerate(piece))
+    assert f"cross-entropy {nll / 7:.4f}" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_bf16_parameters_keep_fp32_masters_of_the_weights(weights: Path, text: Path, tmp_path: Path) -> None:
     """The masters are the weights themselves, not their bf16: with so small a rate fp32 comes out as it went in."""
@@ -110,6 +133,38 @@ def test_bad_values_are_one_sentence(
     assert told in error and error.count("\n") == 1
 
 
+def test_what_a_run_reads_is_not_replaced_by_what_it_leaves(
+    weights: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(weights, tmp_path / "mine" / "hf")
+    before = sorted(path.name for path in (tmp_path / "mine" / "hf").iterdir())
+    assert main(arguments(tmp_path / "mine" / "hf", text, "--out", tmp_path / "mine")) == 2
+    assert "would replace" in capsys.readouterr().err
+    assert main(arguments(weights, text, "--out", tmp_path / "mine")) == 2
+    assert "no run that made it" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "mine" / "hf").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--probe", "EMPTY"], "has 0 tokens, and nothing to predict"),
+        (["--probe", "nowhere.txt"], "--probe nowhere.txt cannot be read"),
+        (["--prompt", "a" * 120], "--prompt has 120 tokens, and the model's max_seq=128 leaves 112"),
+        (["--steps", "-3"], "train.steps=-3"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_before_anything_compiles(
+    flags: list[str], told: str, weights: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    flags = [str(tmp_path / "empty.txt") if flag == "EMPTY" else flag for flag in flags]
+    assert main(arguments(weights, text, *flags, "--out", tmp_path / "run")) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_weights_that_are_not_there_are_one_sentence(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +192,8 @@ def test_adapters_learn_go_on_and_are_left_for_peft_and_merged(
     assert f"cross-entropy {losses_told[-1]:.4f}" in capsys.readouterr().out  # merged is the same model
     assert main(arguments(weights, text, "--steps", 9, "--lora", "rank=2", "--out", out)) == 2
     assert "began with lora.rank=4, not 2" in capsys.readouterr().err
+    assert main(arguments(weights, text, "--steps", 9, "--out", out)) == 2
+    assert "began with adapters; give --lora" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, models, processors
 
 pytest.importorskip("jinja2", reason='pip install -e ".[chat]"')
 
@@ -17,6 +17,7 @@ from meshpar.train.chat import (
     encode,
     encode_prompt,
     load_template,
+    name_what_ends_answers,
     read_conversations,
     with_special_tokens,
 )
@@ -133,6 +134,52 @@ def test_what_a_tokenizer_puts_around_a_text_is_left_to_the_template(tmp_path: P
     encoded = encode(template(), with_special_tokens(loaded), TURNS)
     assert encoded.tokens[0] == encode_prompt(template(), loaded, TURNS[:2])[0] == 1
     assert not np.isin(0, encoded.tokens)
+
+
+def test_a_token_that_begins_before_an_answer_is_not_learned() -> None:
+    """Generation is given the prompt, and never has to write a token that is partly of it."""
+    tokenizer = make_tokenizer(SPECIAL)
+    ids = tokenizer.encode("ab").ids
+    pieces = Tokenizer(models.BPE(vocab={**tokenizer.get_vocab(), "ab": 99}, merges=[("a", "b")]))
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    one = encode(template(text), pieces, [{"role": "user", "content": "ba"}, {"role": "assistant", "content": "bb"}])
+    assert one.tokens.tolist() == [ids[1], 99, ids[1]]
+    assert one.learned.tolist() == [False, False, True]
+
+
+def test_what_transformers_has_in_templates_is_here_too() -> None:
+    text = "{% for m in messages %}{% generation %}{{ m.content | tojson(ensure_ascii=False) }}{% endgeneration %}"
+    assert template(text + "{% endfor %}{{ strftime_now('%Y') | length }}").render(TURNS[1:2]) == '"what is a mesh"4'
+
+
+@pytest.mark.parametrize("text", ["{{ range(10**9) }}", "{{ messages.foo.bar }}", "{{ 'a' + 1 }}", "{{ 1 / 0 }}"])
+def test_a_template_that_fails_is_one_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match="does not take this conversation"):
+        template(text).render(TURNS)
+
+
+def test_what_does_not_fit_into_a_row_is_told(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a" * 500, "completion": "b"},
+        {"prompt": "a", "completion": "b" * 500},
+        question(1),
+        question(2),
+    ]
+    (note,) = opened(tmp_path, rows).notes
+    assert note.startswith("of 4 conversations of")
+    assert note.endswith("1 have no answer within data.seq=128 tokens and are left out, and 1 are cut there")
+
+
+def test_a_folder_names_the_token_that_ends_answers_and_has_the_template(tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATML.read_text())
+    tokenizer = folder(tmp_path / "model", named=False) / "tokenizer.json"
+    (tmp_path / "left").mkdir()
+    config = DataConfig(source="x", tokenizer=str(tokenizer), packed=True, chat=True, chat_template=str(own))
+    name_what_ends_answers(tmp_path / "left", config, load_tokenizer(tokenizer), stop=(0,))
+    left = json.loads((tmp_path / "left" / "generation_config.json").read_text())
+    assert left["eos_token_id"] == [2, 0]  # <|im_end|> and <|endoftext|>
+    assert (tmp_path / "left" / "chat_template.jinja").read_text() == own.read_text()
 
 
 def test_splits_share_no_conversation_and_repeats_are_dropped(tmp_path: Path) -> None:

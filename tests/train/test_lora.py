@@ -19,11 +19,12 @@ from meshpar.hf.folder import open_hf
 from meshpar.mesh.spec import MeshSpec
 from meshpar.module import Model
 from meshpar.plan import Plan
-from meshpar.precision.policy import Policy
+from meshpar.precision.policy import Policy, Storage
 from meshpar.train.build import build
 from meshpar.train.describe import describe_state, persistent_bytes
 from meshpar.train.lora import Lora, adapt, merge_adapters, with_fresh_adapters
-from meshpar.train.optimizer import Name, OptimizerConfig
+from meshpar.train.metrics import flops_per_token
+from meshpar.train.optimizer import Name, OptimizerConfig, matrices
 from meshpar.train.peft import NoPeftForm, load_adapter, save_adapter
 from tests.conformance.runs import GPT, LLAMA, batch_of, model_of
 from tests.hf.fixtures import FOLDER
@@ -107,6 +108,30 @@ def test_every_optimizer_updates_adapters_alone(name: Name) -> None:
     assert not [row.path for row in rows["optimizer"] if row.path.endswith("kernel")]
 
 
+def test_muon_orthogonalises_both_halves_of_an_adapter() -> None:
+    dims = matrices(adapt(model_of(LLAMA), Lora(rank=2)))["blocks"]
+    for kernel in ("q", "out"):
+        for half in ("lora_a", "lora_b"):
+            assert dims["attention"][kernel][half] is not None
+    assert dims["attention"]["q"]["lora_b"].reduction_axis == (1,)  # layers, rank, heads, head_dim
+
+
+@pytest.mark.parametrize("storage", ["cast", "copy", "pure"])
+def test_a_state_of_given_weights_is_as_the_step_expects_it(storage: Storage) -> None:
+    model, plan = model_of(LLAMA), Plan(precision=Policy(compute="bf16", storage=storage))
+    training = build(model, ADAM, plan, batch=8, seq=32, devices=jax.devices()[:1])
+    weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), training.abstract_weights())
+    found, expected = training.start(weights), training.abstract_state()
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
+
+
+def test_frozen_kernels_have_no_product_for_their_gradient() -> None:
+    model = model_of(LLAMA)
+    full, small = flops_per_token(model, 32), flops_per_token(adapt(model, Lora(rank=1)), 32)
+    assert full is not None and small is not None
+    assert 2 / 3 < small / full < 0.8
+
+
 def state_of(model: Model, plan: Plan) -> object:
     from meshpar.train.state import init_state
 
@@ -155,7 +180,11 @@ def test_the_file_has_the_names_and_the_orientation_of_peft(tmp_path: Path) -> N
     save_adapter(tmp_path / "adapter", source.config, adapters, lora, base="somewhere")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 3, 6)
-    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    attention, mlp = (
+        (f"self_attn.{name}_proj" for name in "koqv"),
+        (f"mlp.{name}_proj" for name in ("down", "gate", "up")),
+    )
+    assert config["target_modules"] == [*mlp, *attention]
     file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     theirs = load_file(FOLDER / "llama" / "model.safetensors")
     merged = merge_adapters(source.load(source.model.shapes), adapters, lora)
@@ -183,7 +212,9 @@ def test_a_part_of_a_fused_tensor_has_no_peft_form(tmp_path: Path) -> None:
         adapters = model.trained(model.init(jax.random.key(0)))
         if fine:
             save_adapter(tmp_path / "a", source.config, adapters, lora, base="gpt2")
-            assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["fan_in_fan_out"] is True
+            config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+            assert config["fan_in_fan_out"] is True
+            assert config["target_modules"] == ["mlp.c_fc", "mlp.c_proj"]  # and not attn.c_proj
         else:
             with pytest.raises(NoPeftForm, match=r"blocks/attention/k is a part of transformer.h"):
                 save_adapter(tmp_path / "b", source.config, adapters, lora, base="gpt2")
