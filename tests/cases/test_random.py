@@ -99,7 +99,7 @@ def test_the_mask_is_one_array_whatever_its_split(mesh_shape: tuple[int, int]) -
     assert (mask > 0).mean() == pytest.approx(0.75, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_training_with_dropout_equals_one_device(name: str) -> None:
     config = dataclasses.replace(GPT if name == "gpt" else LLAMA, dropout=0.2)
     one = train("data=1", config=config, steps=3)

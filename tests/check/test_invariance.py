@@ -51,13 +51,18 @@ def test_dropout_is_compared_and_is_as_promised() -> None:
     assert "dropout" in {row.stage for row in findings.rows}
 
 
-def test_adapters_are_compared_and_a_fault_in_them_is_found() -> None:
+@pytest.mark.slow
+def test_adapters_are_compared() -> None:
     base = dataclasses.replace(recipe(), weights="drawn here", lora=Lora(rank=4))
     adapted = dataclasses.replace(case("fsdp=4 tensor=2"), base=base, changes={"sequence_parallel": "true"})
     findings = checker().check(adapted)
     assert findings.ok, [str(difference) for difference in findings.differences]
     compared = {row.stage: row.compared for row in findings.rows}
     assert (compared["initial parameters"], compared["gradients"]) == (12 + 14, 14)  # 7 kernels with two each
+
+
+def test_a_fault_in_adapters_is_found() -> None:
+    base = dataclasses.replace(recipe(), weights="drawn here", lora=Lora(rank=4))
     fault = FAULTS["psum doubled"]
     with plant(fault):
         planted = dataclasses.replace(case(fault.mesh), base=base, changes=fault.changes)

@@ -90,6 +90,7 @@ def test_the_axes_are_those_that_split_neither_weights_nor_gradients(
     assert dataclasses.replace(made, accumulate=1).reduced_apart == ()
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_one_device() -> None:
     config = dataclasses.replace(GPT, dropout=0.2)
     one = train("data=1", config=config, steps=2, accumulate=2)
