@@ -20,10 +20,15 @@ def add_set(parser: argparse.ArgumentParser, what: str = "override one value of 
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help=what)
 
 
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """`--devices N`."""
+    parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """The flags of every run that trains, whatever its recipe is made from."""
     add_set(parser)
-    parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
+    add_devices(parser)
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/RECIPE-TIME)")
     parser.add_argument(
         "--resume",

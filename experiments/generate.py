@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.arguments import add_set
+from experiments.arguments import add_devices, add_set
 from experiments.pretrained import find_tokenizer, find_weights
 
 NEW_TOKENS = 128
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--go-on", action="store_true", help="do not stop at the end of a document")
     parser.add_argument("--batch", type=int, default=16, help="prompts at a time (default: %(default)s)")
     add_set(parser, "as in train_lm")
-    parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
+    add_devices(parser)
     parser.add_argument("--out", type=Path, help="write prompts and texts, a JSON object a line")
     options = parser.parse_args(arguments)
     try:

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiments.arguments import add_set
+from experiments.arguments import add_devices, add_set
 from experiments.pretrained import find_tokenizer, find_weights
 from experiments.results import perplexity
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seq", type=int, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--tokens", type=int, help="read only the first so many")
     add_set(parser, "override one value of the plan, such as mesh; repeat for more")
-    parser.add_argument("--devices", type=int, help="emulate so many CPU devices, or use only so many accelerators")
+    add_devices(parser)
     options = parser.parse_args(arguments)
     try:
         return run(options)

@@ -135,7 +135,8 @@ def test_command_on_a_page_has_known_flags_keys_and_recipe(module: str, words: l
     source = page(f"experiments/{module}.py")
     if "add_run(" in source:
         source += page("experiments/arguments.py")
-    source = source.replace("add_recipe(", '"--recipe"').replace("add_set(", '"--set"')  # see experiments/arguments.py
+    for name in ("recipe", "set", "devices"):
+        source = source.replace(f"add_{name}(", f'"--{name}"')  # see experiments/arguments.py
     for flag in (word for word in words if word.startswith("--")):
         assert f'"{flag}"' in source, flag
     recipe = words[words.index("--recipe") + 1] if "--recipe" in words else "llama_tiny_stdlib"

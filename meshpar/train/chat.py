@@ -12,11 +12,9 @@ Source: https://huggingface.co/docs/transformers/chat_templating.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +25,7 @@ import numpy as np
 
 from meshpar.layout.rules import did_you_mean
 from meshpar.train.corpus import find_corpus, parse_sources
+from meshpar.train.documents import json_lines, readable
 from meshpar.train.token_cache import TokenStream
 from meshpar.train.tokenizer import Tokenizer, load_tokenizer
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]  # of a conversation: each has at least role and content
 ASSISTANT = "assistant"
-_UTF8 = "utf-8-sig"  # with or without a byte-order mark
 TEMPLATE, TOKENIZER_CONFIG, GENERATION = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
 # what code in a template can raise, beside Jinja's own errors
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -57,22 +55,12 @@ def read_conversations(files: Sequence[Path]) -> Iterator[tuple[str, Messages]]:
     for path in files:
         if not path.name.lower().endswith((".jsonl", ".jsonl.gz")):
             raise ValueError(f"{path} is not a .jsonl file; write conversations there, a line {_FORMS}")
-        try:
-            is_zipped = path.suffix.lower() == ".gz"
-            with gzip.open(path, "rt", encoding=_UTF8) if is_zipped else path.open(encoding=_UTF8) as stream:
-                for number, line in enumerate(stream, 1):
-                    if not line.isspace():
-                        where = f"{path} line {number}"
-                        yield where, _messages(line, where)
-        except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-            raise ValueError(f"{path} cannot be read ({error}); repair the file or leave it out") from None
+        with readable(path):
+            for where, row in json_lines(path):
+                yield where, _messages(row, where)
 
 
-def _messages(line: str, where: str) -> Messages:
-    try:
-        row: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); repair or delete the line") from None
+def _messages(row: Any, where: str) -> Messages:
     if not isinstance(row, dict):
         raise ValueError(f"{where} is no conversation; write {_FORMS}")
     if "messages" not in row and {"prompt", "completion"} <= row.keys():

@@ -10,6 +10,7 @@ reading nor tokenising it holds more. Bytes that are not UTF-8 become U+FFFD. A 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -32,11 +33,18 @@ def read_files(files: Iterable[Path], *, text_key: str) -> Iterator[str]:
         lines.
     """
     for path in files:
-        try:
+        with readable(path):
             yield from READERS[kind_of(path.name)](path, text_key)
-        except (OSError, EOFError, zlib.error) as error:
-            told = getattr(error, "strerror", None) or error  # without the path again
-            raise ValueError(f"{path} cannot be read ({told}); repair the file or leave it out") from None
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns what a damaged or missing file raises into one sentence, a ValueError."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        told = getattr(error, "strerror", None) or error  # without the path again
+        raise ValueError(f"{path} cannot be read ({told}); repair the file or leave it out") from None
 
 
 def kind_of(name: str) -> str:
@@ -67,30 +75,36 @@ def _read_text(path: Path, text_key: str) -> Iterator[str]:
         yield from cut_long(stream)
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a .jsonl or .jsonl.gz file, each with where it stands. Raises ValueError for what is not JSON."""
     with _open(path) as stream:
         for number, line in enumerate(stream, 1):
             if line.isspace():
                 continue
             where = f"{path} line {number}"
             try:
-                row: Any = json.loads(line)
+                value = json.loads(line.removeprefix("\ufeff"))  # a byte-order mark
             except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(f"{where} is not JSON ({error}); repair or delete the line") from None
-            if not isinstance(row, dict):
-                raise ValueError(f'{where} is not a JSON object; write the text as {{"{text_key}": "..."}}')
-            if text_key not in row:
-                raise ValueError(_no_text(where, "key", text_key, row))
-            text = row[text_key]
-            if text is None:
-                continue
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"{where} has {text_key}={text!r:.40}, which is no text; set data.text_key to a key of text"
-                )
-            if not text.isascii():  # \ud800 is legal JSON and half a character: UTF-8 cannot encode it
-                text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-            yield from cut_long_text(text)
+            yield where, value
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+    for where, row in json_lines(path):
+        if not isinstance(row, dict):
+            raise ValueError(f'{where} is not a JSON object; write the text as {{"{text_key}": "..."}}')
+        if text_key not in row:
+            raise ValueError(_no_text(where, "key", text_key, row))
+        text = row[text_key]
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{where} has {text_key}={text!r:.40}, which is no text; set data.text_key to a key of text"
+            )
+        if not text.isascii():  # \ud800 is legal JSON and half a character: UTF-8 cannot encode it
+            text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        yield from cut_long_text(text)
 
 
 def _read_parquet(path: Path, text_key: str) -> Iterator[str]:

@@ -217,3 +217,5 @@ def test_answers_are_learned_from_conversations(
     assert main(["--steps", "6", "--lr", "1e-2", *more]) == 0
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.3
     assert (tmp_path / "run" / "hf" / "chat_template.jinja").is_file()
+    left = json.loads((tmp_path / "run" / "hf" / "generation_config.json").read_text())
+    assert left["eos_token_id"][0] == 2  # <|im_end|>, which ended the answers
